@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quality import QUESTIONS
+from quality import NGRAM, QUESTIONS, draft_counts
 
 from placement.plan.drafts import tokens_of_step
 
@@ -79,7 +79,7 @@ def speculation(name: str, draft_model: Path | None) -> dict[str, Any] | None:
         return None
     count = {"num_speculative_tokens": DRAFTS[name]}
     if name == "n-grams":
-        return {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **count}
+        return NGRAM | count
     if name == "suffixes":
         return {"method": "suffix", **count}
     return {"method": "draft_model", "model": str(draft_model), **count}
@@ -108,7 +108,7 @@ def texts() -> dict[str, list[list[dict[str, str]]]]:
 
 
 def run(model: Path, speculative: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What one engine, over one CPU rank, does with all texts."""
+    """Figures of all texts from one engine, over one CPU rank."""
     import gc
 
     from vllm import LLM, SamplingParams
@@ -140,10 +140,10 @@ def run(model: Path, speculative: dict[str, Any] | None) -> list[dict[str, Any]]
 
 def timed(llm: Any, batches: Sequence[Any], greedy: Any) -> dict[str, Any]:
     """Tokens per second of batches one after the other, and the drafts in them."""
-    before, began = counts(llm), time.monotonic()
+    before, began = draft_counts(llm), time.monotonic()
     outputs = [one for chats in batches for one in llm.chat(chats, greedy, use_tqdm=False)]
     seconds = time.monotonic() - began
-    after = counts(llm)
+    after = draft_counts(llm)
     tokens = sum(len(one.outputs[0].token_ids) for one in outputs)
     return {
         "tokens": tokens,
@@ -160,19 +160,9 @@ def digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:8]
 
 
-def counts(llm: Any) -> dict[str, float]:
-    """vLLM's counters of drafts."""
-    prefix = "vllm:spec_decode_num_"
-    return {
-        metric.name.removeprefix(prefix): metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith(prefix) and hasattr(metric, "value")
-    }
-
-
 @dataclass(frozen=True)
 class Gain:
-    """What drafts of one kind of text come to."""
+    """Gain of drafts on one kind of text."""
 
     tokens_per_s: float
     speed_up: float
@@ -260,7 +250,7 @@ def same(runs: Sequence[dict[str, Any]], name: str, kind: str, requests: int) ->
 def planned(
     model: Path, drafts: int, likely: float, requests: int, draft_model: Path | None
 ) -> dict[str, Any]:
-    """What `ray-hetero plan` says of drafts on this host."""
+    """Prediction of `ray-hetero plan` for drafts on this host."""
     command = [
         str(Path(sys.executable).with_name("ray-hetero")), "plan", str(model), "--json",
         "--speculative", f"{drafts},{likely:.3f}", "--batch", str(requests),

@@ -125,7 +125,7 @@ STOCK = ("bf16", "stock")
 
 @dataclass(frozen=True)
 class Scored:
-    """What an engine has said of one window: logprobs of tokens."""
+    """Logprobs of an engine for the tokens of one window."""
 
     prompt: list[float]
     """Of the window, without its first token."""
@@ -204,7 +204,7 @@ def text() -> str:
 
 
 def text_digest() -> str:
-    """What tells texts of different versions of Python apart."""
+    """Digest of the text, which differs between versions of Python."""
     return hashlib.sha256(text().encode()).hexdigest()[:16]
 
 
@@ -258,7 +258,7 @@ def reference(stored: Path, plain: Path, sequences: Sequence[list[int]]) -> list
 def ask(
     stored: Path, engine: dict[str, Any], asked: Sequence[list[int]]
 ) -> tuple[list[Scored], list[str], float | None]:
-    """What an engine says of windows and questions, and the share of accepted drafts, if any."""
+    """Scores of windows, answers to questions, and the share of accepted drafts, if any."""
     from vllm import LLM, SamplingParams
 
     engine = {"max_num_batched_tokens": 1024, **engine}
@@ -295,10 +295,19 @@ def _scored(ids: list[int], prompt: Any, later: Any) -> Scored:
 
 def accepted_share(llm: Any) -> float:
     """Share of the draft tokens of an engine that were accepted."""
-    counts = {one.name: one.value for one in llm.get_metrics() if "spec_decode_num" in one.name
-              and hasattr(one, "value")}  # fmt: skip
-    drafted = counts["vllm:spec_decode_num_draft_tokens"]
-    return float(counts["vllm:spec_decode_num_accepted_tokens"] / drafted) if drafted else 0.0
+    counts = draft_counts(llm)
+    drafted = counts["draft_tokens"]
+    return counts["accepted_tokens"] / drafted if drafted else 0.0
+
+
+def draft_counts(llm: Any) -> dict[str, float]:
+    """vLLM's counters of drafts, by the ends of their names, such as `accepted_tokens`."""
+    prefix = "vllm:spec_decode_num_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix) and hasattr(metric, "value")
+    }
 
 
 def figures(pairs: Sequence[tuple[list[float], list[float]]]) -> dict[str, float]:

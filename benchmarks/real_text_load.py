@@ -15,19 +15,17 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ray_hetero.cli.serving.server_process import ServerProcess, free_port
+from ray_hetero.errors import StartupError
 
 START_S, STOP_S, BENCH_S = 600, 90, 1200
 QUESTIONS = (
@@ -77,7 +75,7 @@ USUAL = ("stock", "one rank", "two ranks", "one rank, n-grams", "two ranks, n-gr
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent."""
+    """Requests of a load: file of prompts, their number, how many at once, tokens of an answer."""
 
     prompts: Path
     count: int
@@ -97,6 +95,8 @@ def main() -> None:
     parser.add_argument("--servers", default=";".join(USUAL), help=f"of {'; '.join(SERVERS)}")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     options = parser.parse_args()
+    # Of stock vLLM, in GiB; it would take most of the memory.
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ray_hetero-load-") as name:
         folder = Path(name)
@@ -128,63 +128,37 @@ def prompts() -> list[str]:
 def measure(model: Path, name: str, load: Load, folder: Path, *, eager: bool) -> dict[str, Any]:
     """Figures of one server."""
     options = (*SERVERS[name], *(("--enforce-eager",) if eager else ()))
-    with serving(model, options, folder / "server.log") as port:
-        bench(model, port, load, folder, count=load.at_once, seed=1)
-        return bench(model, port, load, folder, count=load.count, seed=0)
+    with serving(model, options, folder / "server.log") as address:
+        bench(model, address, load, folder, count=load.at_once, seed=1)
+        return bench(model, address, load, folder, count=load.count, seed=0)
 
 
 @contextlib.contextmanager
-def serving(model: Path, options: Sequence[str], log: Path) -> Iterator[int]:
-    """The port of a server that answers; it is stopped as by Ctrl-C."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+def serving(model: Path, options: Sequence[str], log: Path) -> Iterator[str]:
+    """Address of a server that answers; it is stopped as by Ctrl-C."""
     command = [
         str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--max-model-len", "1024",
         "--served-model-name", "model", "--max-num-seqs", "16", "--host", "127.0.0.1",
-        "--port", str(port), *options,
+        "--port", str(free_port()), *options,
     ]  # fmt: skip
-    # Of stock vLLM, in GiB; it would take most of the memory.
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    server = ServerProcess(command, log)
     try:
-        wait_until_healthy(server, port, log)
-        yield port
-    finally:
-        server.send_signal(signal.SIGINT)
         try:
-            server.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            raise SystemExit(f"the server still ran {STOP_S} s after Ctrl-C") from None
-
-
-def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Wait until /health answers."""
-    began = time.monotonic()
-    while time.monotonic() - began < START_S:
-        if server.poll() is not None:
-            raise SystemExit(f"vllm serve ended with {server.returncode}:\n{end_of(log)}")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            return
-        time.sleep(0.5)
-    raise SystemExit(f"no answer from /health in {START_S} s:\n{end_of(log)}")
-
-
-def end_of(log: Path) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            server.wait_until_healthy(START_S)
+            yield server.address
+        finally:
+            server.stop(STOP_S)
+    except StartupError as error:
+        raise SystemExit(str(error)) from None
 
 
 def bench(
-    model: Path, port: int, load: Load, folder: Path, *, count: int, seed: int
+    model: Path, address: str, load: Load, folder: Path, *, count: int, seed: int
 ) -> dict[str, Any]:
     """Results of `vllm bench serve`; another seed takes the prompts in another order."""
     command = [
         str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--backend", "openai-chat",
-        "--endpoint", "/v1/chat/completions", "--base-url", f"http://127.0.0.1:{port}",
+        "--endpoint", "/v1/chat/completions", "--base-url", address,
         "--model", "model", "--tokenizer", str(model), "--dataset-name", "custom",
         "--dataset-path", str(load.prompts), "--skip-chat-template",
         "--custom-output-len", str(load.tokens), "--num-prompts", str(count),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from openai import OpenAI
 
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
-from ray_hetero.cli.serving.server_process import ServerProcess
+from ray_hetero.cli.serving.server_process import ServerProcess, free_port
 from ray_hetero.errors import StartupError
 
 RANKS = 2
@@ -49,13 +48,6 @@ def serve_command(model: str, backend: str, port: int, options: list[str]) -> li
         config = {"ray_hetero": {"cpu": {"ranks_per_socket": RANKS}}}
         command += ["--additional-config", json.dumps(config)]
     return command + options
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def chat(address: str, model: str, question: str) -> int:

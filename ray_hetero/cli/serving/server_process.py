@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -150,6 +151,13 @@ class ServerProcess:
                 f"the server was still there {timeout_s:g} s after SIGINT and was killed:\n"
                 f"{self.end()}"
             ) from None
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def fetched(url: str) -> bytes | None:

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 
-GIB = 1 << 30
+from placement.units import GIB
+
 # (EngineCore pid=123) INFO 11-21 06:02:47 [progress.py:48] text
 PREFIX = re.compile(
     r"^(?:\x1b\[\d+m)?(?:\([^)]*pid=\d+\)(?:\x1b\[0m)? ?)*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?"

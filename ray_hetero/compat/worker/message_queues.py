@@ -169,7 +169,7 @@ def answer_if_well(process: Any, problem: Callable[[], Exception | None]) -> Non
             return output
 
         def get_kv_connector_output(self) -> None:
-            """What vLLM 0.33 sends of a failed step in place of its error; the error counts."""
+            """Output of a failed step, which vLLM 0.33 sends in place of the error; that counts."""
 
     enqueue = original(process, "enqueue_output")
 
