@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -26,6 +27,8 @@ TEMPORARY = ("ray_hetero-*", "rh-*")
 """Files and folders of engines in the folder for temporary files."""
 GONE_SECONDS = 20.0
 """Longest wait for processes that are on their way out."""
+WATCH_SECONDS = 0.5
+"""Between two looks at the holders of new segments."""
 AGENTS_GONE_SECONDS = 90.0
 """As docs/security.md states: Ray's agents try for a minute to tell a head that is gone, too."""
 
@@ -108,6 +111,8 @@ class Scene:
     """Lock directory of the test's engines."""
     sessions: set[int] = field(default_factory=set)
     """Of the processes that the test has started."""
+    foreign: set[str] = field(default_factory=set)
+    """Names in /dev/shm that only processes of somebody else have ever been seen to hold."""
 
     def processes(self) -> dict[int, str]:
         """All that were started here and live: pid → command line."""
@@ -123,7 +128,7 @@ class Scene:
 
     def _new_segments(self) -> frozenset[str]:
         """Names in /dev/shm that the test has left there, as far as can be told."""
-        new = segments() - self.before - _held_by_others(self.marker)
+        new = segments() - self.before - self.foreign - _held_by_others(self.marker)
         # A semaphore is mapped under another name than it has in the end.
         if _others_track_semaphores(self.marker):
             return frozenset(name for name in new if not name.startswith(SEMAPHORES))
@@ -133,6 +138,22 @@ class Scene:
         from placement.cluster.claims import held
 
         return [str(holder) for holder in held(self.claims)]
+
+    def watch(self, ended: threading.Event) -> None:
+        """Note until the end which new names in /dev/shm are somebody else's.
+
+        A process that is killed leaves its segments without a holder until its family's resource
+        tracker ends, and such a segment no longer tells whose it was.
+        """
+        settled = set(self.before)
+        while not ended.wait(WATCH_SECONDS):
+            if new := segments() - settled:
+                ours = {*self.processes(), os.getpid()}
+                held = {True: set[str](), False: set[str]()}
+                for directory in Path("/proc").glob("[0-9]*"):
+                    held[int(directory.name) in ours].update(new & {*_names_in_use(directory)})
+                self.foreign.update(held[False] - held[True])
+                settled |= held[False] | held[True]
 
     def assert_clean(self, limit_s: float = GONE_SECONDS) -> None:
         """Wait until nothing is left, and name what is when the time is over."""
@@ -166,9 +187,14 @@ def clean_scene() -> Iterator[Scene]:
     root = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))
     made = Scene(uuid.uuid4().hex, segments(), root / "t", root / "c")
     made.temporary.mkdir()
+    ended = threading.Event()
+    watcher = threading.Thread(target=made.watch, args=(ended,), daemon=True)
+    watcher.start()
     try:
         yield made
         made.assert_clean()
     finally:
+        ended.set()
+        watcher.join()
         made.sweep()
         shutil.rmtree(root)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import queue
-import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +23,6 @@ from ray_hetero.world import World
 
 STEP_TOKENS = 1000
 GAP_S = 0.0002
-ROUNDS = 15
-"""Of which the median counts: the machine may do something else meanwhile."""
-LATE_S = 0.004
-"""A machine that does something else."""
 ADD, ABORT, UTILITY = (
     EngineCoreRequestType.ADD,
     EngineCoreRequestType.ABORT,
@@ -36,17 +30,35 @@ ADD, ABORT, UTILITY = (
 )
 
 
-class NotingQueue(queue.Queue[Any]):
-    """A queue that notes how long it was waited for, at most."""
+class ScriptedQueue(queue.Queue[Any]):
+    """A queue whose messages arrive by a clock that only its waits move; it notes their limits.
+
+    A machine that does something else meanwhile can therefore delay nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.now = 0.0
+        self.arrivals: list[tuple[float, Any]] = []
         self.limits: list[float] = []
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self.arrivals.append((self.now, item))
+
+    def empty(self) -> bool:
+        return not self.arrivals or self.arrivals[0][0] > self.now
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if timeout is not None:
             self.limits.append(timeout)
-        return super().get(block, timeout)
+        end = self.now + timeout if timeout is not None else math.inf if block else self.now
+        if not self.arrivals or self.arrivals[0][0] > end:
+            assert end < math.inf, "a wait without an end"
+            self.now = end
+            raise queue.Empty
+        at, item = self.arrivals.pop(0)
+        self.now = max(self.now, at)
+        return item
 
 
 class Scheduler:
@@ -73,7 +85,7 @@ def engine_of(config: Any) -> Any:
     """vLLM's engine up to its first step."""
     engine = core.EngineCoreProc.__new__(core.EngineCoreProc)
     engine.vllm_config, engine.scheduler, engine.batch_queue = config, Scheduler(), None
-    engine.input_queue, engine.aborts_queue = NotingQueue(), queue.Queue()
+    engine.input_queue, engine.aborts_queue = ScriptedQueue(), queue.Queue()
     engine.engines_running, engine.process_input_queue_block = False, True
     engine.shutdown_state = core.EngineShutdownState.RUNNING
     engine._idle_state_callbacks = []
@@ -82,18 +94,12 @@ def engine_of(config: Any) -> Any:
     return engine
 
 
-def put(engine: Any, messages: Sequence[Any], gap_s: float = GAP_S) -> threading.Thread:
-    """Put messages into an engine's queue, one after another."""
-
-    def put_all() -> None:
-        for number, message in enumerate(messages):
-            if number:
-                time.sleep(gap_s)
-            engine.input_queue.put(message)
-
-    thread = threading.Thread(target=put_all)
-    thread.start()
-    return thread
+def send(engine: Any, messages: Sequence[Any], gap_s: float = GAP_S) -> None:
+    """Let messages arrive in an engine's queue, one after another."""
+    begin = engine.input_queue.now
+    engine.input_queue.arrivals += [
+        (begin + number * gap_s, message) for number, message in enumerate(messages)
+    ]
 
 
 def added(*requests: Any) -> list[Any]:
@@ -111,34 +117,26 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     return given
 
 
-def median(measure: Callable[[], float]) -> float:
-    return statistics.median(measure() for _ in range(ROUNDS))
+@pytest.fixture
+def engine(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An idle engine whose clock is that of its queue."""
+    made = engine_of(config)
+    clock = SimpleNamespace(monotonic=lambda: made.input_queue.now)
+    monkeypatch.setattr(engine_core, "time", clock)
+    return made
 
 
-def test_requests_that_come_one_after_another_begin_together(config: Any) -> None:
-    def handed_over() -> int:
-        engine = engine_of(config)
-        thread = put(engine, added(*range(8)))
-        engine._process_input_queue()
-        found = len(engine.scheduler.requests)
-        thread.join()
-        return found
-
-    assert median(handed_over) == 8
+def test_requests_that_come_one_after_another_begin_together(engine: Any) -> None:
+    send(engine, added(*range(8)))
+    engine._process_input_queue()
+    assert len(engine.scheduler.requests) == 8
 
 
-def test_several_requests_wait_for_a_client_that_pauses(config: Any) -> None:
-    def handed_over() -> int:
-        engine = engine_of(config)
-        for message in added(1, 2):
-            engine.input_queue.put(message)
-        timer = threading.Timer(2 * QUIET_S, engine.input_queue.put, added(3))
-        timer.start()
-        engine._process_input_queue()
-        timer.join()
-        return len(engine.scheduler.requests)
-
-    assert median(handed_over) == 3
+def test_several_requests_wait_for_a_client_that_pauses(engine: Any) -> None:
+    send(engine, added(1, 2), gap_s=0)
+    engine.input_queue.arrivals.append((2 * QUIET_S, *added(3)))
+    engine._process_input_queue()
+    assert len(engine.scheduler.requests) == 3
 
 
 def test_an_engine_of_others_takes_what_is_there(config: Any) -> None:
@@ -150,22 +148,17 @@ def test_an_engine_of_others_takes_what_is_there(config: Any) -> None:
         assert engine.input_queue.limits == [SEVERAL_QUIET_S] * (engine.vllm_config is config)
 
 
+@pytest.mark.parametrize(
+    ("requests", "expected", "taken"), [(1, QUIET_S, 1), (200, MOST_S, MOST_S / GAP_S)]
+)
 def test_one_request_waits_a_millisecond_and_no_stream_of_them_longer_than_twenty(
-    config: Any,
+    requests: int, expected: float, taken: float, engine: Any
 ) -> None:
     assert (QUIET_S, SEVERAL_QUIET_S, MOST_S) == (0.001, 0.003, 0.02)
-
-    def seconds(requests: int) -> float:
-        engine = engine_of(config)
-        thread = put(engine, added(*range(requests)))
-        began = time.perf_counter()
-        engine._process_input_queue()
-        taken = time.perf_counter() - began
-        thread.join()
-        return taken
-
-    assert QUIET_S <= median(lambda: seconds(1)) < QUIET_S + LATE_S
-    assert MOST_S <= median(lambda: seconds(200)) < MOST_S + LATE_S
+    send(engine, added(*range(requests)))
+    engine._process_input_queue()
+    assert engine.input_queue.now == pytest.approx(expected)
+    assert len(engine.scheduler.requests) == pytest.approx(taken, abs=1)
 
 
 @pytest.mark.parametrize("tokens", [[STEP_TOKENS], [STEP_TOKENS + 1], [600, 400]], ids=str)
@@ -200,22 +193,14 @@ def test_an_engine_that_computes_does_not_wait(config: Any, busy: str) -> None:
     assert engine.input_queue.limits == []
 
 
-def test_what_else_clients_send_is_done_at_once(config: Any) -> None:
-    def delays() -> tuple[float, float]:
-        engine, done = engine_of(config), dict[str, float]()
-        engine.abort_requests = lambda ids: done.update(abort=time.perf_counter())
-        engine.called = lambda: done.update(utility=time.perf_counter())
-        engine.output_queue = queue.Queue()
-        thread = put(engine, [*added(1), (ABORT, ["one"]), (UTILITY, (0, 1, "called", ()))])
-        sent = time.perf_counter() + 2 * GAP_S
-        engine._process_input_queue()
-        thread.join()
-        # A machine that does something else has let the quiet pass before all were sent.
-        engine._process_input_queue()
-        return done["abort"] - sent, done["utility"] - sent
-
-    found = [delays() for _ in range(ROUNDS)]
-    assert all(statistics.median(column) < QUIET_S for column in zip(*found, strict=True))
+def test_what_else_clients_send_is_done_at_once(engine: Any) -> None:
+    done: dict[str, float] = {}
+    engine.abort_requests = lambda ids: done.update(abort=engine.input_queue.now)
+    engine.called = lambda: done.update(utility=engine.input_queue.now)
+    engine.output_queue = queue.Queue()
+    send(engine, [*added(1), (ABORT, ["one"]), (UTILITY, (0, 1, "called", ()))])
+    engine._process_input_queue()
+    assert done == {"abort": GAP_S, "utility": 2 * GAP_S}
 
 
 def test_a_shutdown_ends_the_wait(config: Any) -> None:
@@ -234,7 +219,7 @@ def test_a_shutdown_ends_the_wait(config: Any) -> None:
 
 def test_an_executor_that_fails_meanwhile_is_an_error_at_once(config: Any) -> None:
     engine = engine_of(config)
-    put(engine, [*added(1), (EngineCoreRequestType.EXECUTOR_FAILED, b"")]).join()
+    send(engine, [*added(1), (EngineCoreRequestType.EXECUTOR_FAILED, b"")], gap_s=0)
     with pytest.raises(RuntimeError, match=r"Executor failed\."):
         engine._process_input_queue()
 
