@@ -171,6 +171,10 @@ class Gain:
     """Share of drafted tokens."""
     tokens_a_step: float
     """Of a request, over all of its steps."""
+    drafting: float
+    """Share of a request's steps that have drafts."""
+    chance: float
+    """Chance of each draft with which these steps bring the tokens that they brought."""
 
 
 def gain(runs: Sequence[dict[str, Any]], name: str, kind: str, requests: int) -> Gain:
@@ -178,14 +182,17 @@ def gain(runs: Sequence[dict[str, Any]], name: str, kind: str, requests: int) ->
     mine, plain = (_of(runs, each, kind, requests) for each in (name, NONE))
     drafted = sum(one.get("draft_tokens", 0) for one in mine.values())
     accepted = sum(one.get("accepted_tokens", 0) for one in mine.values())
-    tokens = sum(one["tokens"] for one in mine.values())
+    steps = sum(one["tokens"] for one in mine.values()) - accepted
+    verified = sum(one.get("drafts", 0) for one in mine.values())
     return Gain(
         statistics.median(one["tokens_per_s"] for one in mine.values()),
         statistics.median(
             one["tokens_per_s"] / plain[turn]["tokens_per_s"] for turn, one in mine.items()
         ),
         accepted / drafted if drafted else 0.0,
-        tokens / (tokens - accepted),
+        1 + accepted / steps,
+        verified / steps,
+        chance(DRAFTS[name], 1 + accepted / verified) if verified else 0.0,
     )
 
 
@@ -202,12 +209,12 @@ def _of(
     }
 
 
-def chance(drafts: int, tokens_a_step: float) -> float:
-    """Chance of each draft with which steps of so many drafts bring so many tokens."""
+def chance(drafts: int, tokens: float) -> float:
+    """Chance of each draft with which a step of so many drafts brings so many tokens."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        if tokens_of_step(drafts, middle) < tokens_a_step:
+        if tokens_of_step(drafts, middle) < tokens:
             low = middle
         else:
             high = middle
@@ -226,11 +233,9 @@ def summary(
                 found = gain(runs, name, kind, requests)
                 row = {"text": kind, "requests": requests, "drafter": name, **vars(found)}
                 if name != NONE:
-                    likely = chance(DRAFTS[name], found.tokens_a_step)
                     mine = draft_model if name == "draft model" else None
-                    row["chance"] = likely
                     row["same_answers"] = same(runs, name, kind, requests)
-                    row["plan"] = planned(model, DRAFTS[name], likely, requests, mine)
+                    row["plan"] = planned(model, DRAFTS[name], found, requests, mine)
                 rows.append(row)
     return rows
 
@@ -248,17 +253,18 @@ def same(runs: Sequence[dict[str, Any]], name: str, kind: str, requests: int) ->
 
 
 def planned(
-    model: Path, drafts: int, likely: float, requests: int, draft_model: Path | None
+    model: Path, drafts: int, found: Gain, requests: int, draft_model: Path | None
 ) -> dict[str, Any]:
     """Prediction of `ray-hetero plan` for drafts on this host."""
+    speculative = f"{drafts},{found.chance:.3f},{min(found.drafting, 1):.3f}"
     command = [
         str(Path(sys.executable).with_name("ray-hetero")), "plan", str(model), "--json",
-        "--speculative", f"{drafts},{likely:.3f}", "--batch", str(requests),
+        "--speculative", speculative, "--batch", str(requests),
         "--context", str(CONTEXT), *(["--draft-model", str(draft_model)] if draft_model else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)["speculation"]
-    return found
+    said: dict[str, Any] = json.loads(done.stdout)["speculation"]
+    return said
 
 
 if __name__ == "__main__":

@@ -67,8 +67,11 @@ def _layout(plan: Plan) -> str:
 def _speed(plan: Plan) -> str:
     split, work = plan.split, plan.split.work
     drafted = plan.speculation
-    per_step = 1.0 if drafted is None else drafted.asked.tokens
-    total = split.tokens_per_s * per_step
+    total, one = split.tokens_per_s, 1 / split.step_s
+    if drafted is not None:
+        # The split's step is one with drafts, which not every step has.
+        one = drafted.asked.tokens / drafted.asked.step_s
+        total *= one * split.step_s
     each = f" with {work.context:,} tokens of context"
     step = f"{duration(split.step_s)} a token{each}"
     if work.batch > 1:
@@ -83,7 +86,6 @@ def _speed(plan: Plan) -> str:
         step += f"; a batch is in {stages}, the slowest takes {duration(split.slowest_s)}"
     if work.batch == 1 and split.objective == "latency":
         return f"{total:,.1f} tokens/s for one sequence: {step}"
-    one = per_step / split.step_s
     return (
         f"{total:,.1f} tokens/s in all, {one:,.1f} for each of {plural(work.batch, 'sequence')}"
         f"{' of a batch' if split.objective == 'throughput' else ''}: {step}"

@@ -151,13 +151,34 @@ def tokens_of_step(drafts: int, acceptance: float) -> float:
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """How often a drafter drafts, and how often it is right."""
+
+    chance: float
+    """Chance of a draft, from 0 to 1, where those before it were accepted."""
+    share: float = 1.0
+    """Share of a request's steps that have drafts, from 0 to 1: n-grams and suffixes draft only
+    where the text repeats itself, draft models in every step."""
+
+    def mean(self, plain: float, drafted: float) -> float:
+        """The mean over steps of a figure of those without drafts and of those with them."""
+        return (1 - self.share) * plain + self.share * drafted
+
+    def __str__(self) -> str:
+        """Part of a sentence, for people."""
+        steps = "" if self.share == 1 else f" in {self.share:.0%} of its steps"
+        return f"{steps}, each accepted with {self.chance:g}"
+
+
+@dataclass(frozen=True)
 class Drafting:
     """A number of drafts, and what comes of it."""
 
     drafts: int
     step_s: float
+    """Seconds of a step, the mean over those with and without drafts."""
     tokens: float
-    """Tokens that a request gets from a step."""
+    """Tokens that a request gets from a step on the average."""
 
     @property
     def token_s(self) -> float:
@@ -187,7 +208,7 @@ class SocketRows:
 class Speculation:
     """Gain of speculative decoding on a plan's ranks."""
 
-    acceptance: float
+    acceptance: Acceptance
     asked: Drafting
     plain: Drafting
     """Decoding without drafts."""
@@ -200,8 +221,8 @@ class Speculation:
         """Lines that describe it."""
         asked, best = self.asked, self.best
         yield (
-            f"speculative decoding: {asked.drafts} drafts a request, each accepted with "
-            f"{self.acceptance:g}: {asked.tokens:.2f} tokens a step of {duration(asked.step_s)} "
+            f"speculative decoding: {asked.drafts} drafts a request{self.acceptance}: "
+            f"{asked.tokens:.2f} tokens a step of {duration(asked.step_s)} "
             f"are {self.speed(asked):.2f} times as fast as without "
             f"({duration(self.plain.step_s)} a token)"
         )

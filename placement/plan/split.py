@@ -18,6 +18,7 @@ from placement.plan.devices import Links, StageDevices
 from placement.plan.does_not_fit import brief, explain, explain_given
 from placement.plan.drafts import (
     MOST_DRAFTS,
+    Acceptance,
     Drafter,
     Drafting,
     SocketRows,
@@ -169,7 +170,7 @@ def price_drafts(
     shape: ModelShape,
     split: Split,
     drafter: Drafter,
-    acceptance: float,
+    acceptance: Acceptance,
     links: Links | None = None,
 ) -> Speculation:
     """Price decode steps with more and fewer drafts on the ranks and layers of a split.
@@ -178,17 +179,24 @@ def price_drafts(
         shape: the model.
         split: with or without drafts.
         drafter: with the number of drafts that was asked for.
-        acceptance: chance that a draft is accepted where those before it were.
+        acceptance: how often requests have drafts, and how often these are accepted.
         links: the ways between ranks.
 
     """
 
-    def drafting(drafts: int) -> Drafting:
+    def step_s(drafts: int) -> float:
         stages = tuple(stage.devices for stage in split.stages)
         with_drafts = replace(drafter, drafts=drafts) if drafts else None
         planner = Planner(shape, stages, split.work, split.objective, links or Links(), with_drafts)
-        step_s = planner.build(range(len(stages)), split.layers).step_s
-        return Drafting(drafts, step_s, tokens_of_step(drafts, acceptance))
+        return planner.build(range(len(stages)), split.layers).step_s
+
+    plain_s = step_s(0)
+
+    def drafting(drafts: int) -> Drafting:
+        tokens = tokens_of_step(drafts, acceptance.chance)
+        return Drafting(
+            drafts, acceptance.mean(plain_s, step_s(drafts)), acceptance.mean(1, tokens)
+        )
 
     numbers = sorted({*range(MOST_DRAFTS + 1), drafter.drafts})
     known = {drafts: drafting(drafts) for drafts in numbers}

@@ -16,7 +16,7 @@ from placement.given import numbers, shown
 from placement.model.reading import UnknownModelError, read_config, shape_from_config
 from placement.model.shape import ModelShape
 from placement.plan.described import read_described
-from placement.plan.drafts import Drafter
+from placement.plan.drafts import Acceptance, Drafter
 from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from ray_hetero.cli import plan_output
@@ -53,6 +53,11 @@ LENGTH_UNITS = {
 """Letters behind a number of tokens, as vLLM reads them."""
 MOST_DRAFTED = 64
 """Drafts of a request in a step."""
+SPECULATIVE = (
+    "Drafts of a request in a step, the chance that one is accepted, like 3,0.7, and the share of "
+    "steps that have drafts where not all do, like 3,0.7,0.2."
+)
+"""Help for --speculative."""
 
 
 def plan(
@@ -139,12 +144,7 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
-    speculative: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafts of a request in a step and the chance that one is accepted, like 3,0.7."
-        ),
-    ] = None,
+    speculative: Annotated[str | None, typer.Option(help=SPECULATIVE)] = None,
     draft_model: Annotated[
         str | None,
         typer.Option(
@@ -319,22 +319,24 @@ def _length(text: str | None) -> int | None:
 
 def _drafter(
     speculative: str | None, model: str | None, target: ModelShape
-) -> tuple[Drafter | None, float | None]:
-    """The drafter of --speculative and --draft-model, and the chance of a draft."""
+) -> tuple[Drafter | None, Acceptance | None]:
+    """The drafter of --speculative and --draft-model, and how often its drafts are accepted."""
     if speculative is None:
         if model is not None:
             raise LayoutError("--draft-model: expected --speculative with it, like 3,0.7")
         return None, None
-    drafts, _, chance = speculative.partition(",")
+    drafts, *parts = speculative.split(",")
     found = numbers(drafts)
     try:
-        acceptance = float(chance)
-    except ValueError:
-        acceptance = -1.0
-    if not found or not 1 <= found[0] <= MOST_DRAFTED or not 0 <= acceptance <= 1:
+        acceptance = Acceptance(*map(float, parts))
+    except (TypeError, ValueError):
+        acceptance = Acceptance(-1)
+    is_possible = 0 <= acceptance.chance <= 1 and 0 <= acceptance.share <= 1
+    if not found or not 1 <= found[0] <= MOST_DRAFTED or not is_possible:
         raise LayoutError(
-            f"--speculative: expected drafts from 1 to {MOST_DRAFTED} and a chance from 0 to 1, "
-            f"like 3,0.7; got {shown(speculative)}"
+            f"--speculative: expected drafts from 1 to {MOST_DRAFTED}, a chance from 0 to 1, like "
+            "3,0.7, and, where not every step has drafts, the share of steps that have, like "
+            f"3,0.7,0.2; got {shown(speculative)}"
         )
     path = None if model is None else machines.hub_config(model)
     if path is not None:

@@ -11,6 +11,7 @@ from placement.cluster.layout import heads_problem
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
 from placement.plan.devices import DeviceFigures, RankDevice
+from placement.plan.drafts import Acceptance
 from placement.plan.plan import Plan
 from placement.plan.split import Split, price_drafts
 from placement.plan.users import UserTimes, price_users
@@ -52,7 +53,7 @@ def plan_model(
     tensor_parallel_size: int = 1,
     partition: str | None = None,
     checkpoint: CheckpointOnCpus | None = None,
-    acceptance: float | None = None,
+    acceptance: Acceptance | None = None,
     quantised: tuple[Quantised, ...] = (),
     in_8_bits: ModelShape | None = None,
     is_length_auto: bool = False,
@@ -68,7 +69,7 @@ def plan_model(
         tensor_parallel_size: ranks of the largest stage.
         partition: VLLM_PP_LAYER_PARTITION, if set.
         checkpoint: the model as refusals look at it; None refuses nothing.
-        acceptance: chance that a draft is accepted, to price what drafts bring.
+        acceptance: of drafts, to price what they bring.
         quantised: forms of the model in fewer bits, to say where these would be much faster.
         in_8_bits: the model with keys and values in 8 bits, to say where that would be; None where
             they are already.

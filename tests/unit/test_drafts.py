@@ -12,7 +12,7 @@ import pytest
 from plan_cases import LLAMA_8B, LLAMA_70B, config_of, device, llama, stage
 from typer.testing import CliRunner
 
-from placement.plan.drafts import Drafter, Source, tokens_of_step
+from placement.plan.drafts import Acceptance, Drafter, Source, tokens_of_step
 from placement.plan.split import Split, choose_split, price_drafts
 from ray_hetero.cli.main import commands
 from ray_hetero.compat.engine import draft_methods
@@ -116,15 +116,22 @@ def test_drafts_from_elsewhere_take_no_memory(
 def test_the_best_number_of_drafts() -> None:
     split = split_with(None)
     sure, unsure, never = (
-        price_drafts(LLAMA_70B, split, Drafter(3), chance) for chance in (0.9, 0.3, 0.0)
+        price_drafts(LLAMA_70B, split, Drafter(3), Acceptance(chance)) for chance in (0.9, 0.3, 0.0)
     )
     assert sure.best.drafts > unsure.best.drafts > never.best.drafts == 0
     assert sure.asked.drafts == 3
     assert 3 < sure.speed(sure.asked) < sure.asked.tokens
     assert next(sure.lines()).startswith("speculative decoding: 3 drafts a request, each accepted")
     assert list(never.lines())[1] == "best here at this acceptance: no drafts"
+    # Steps without drafts cost what they cost otherwise, and bring one token.
+    seldom = price_drafts(LLAMA_70B, split, Drafter(3), Acceptance(0.9, 0.25))
+    assert seldom.asked.tokens == pytest.approx(0.75 + 0.25 * sure.asked.tokens)
+    assert seldom.asked.step_s == pytest.approx(0.75 * sure.plain.step_s + 0.25 * sure.asked.step_s)
+    assert "3 drafts a request in 25% of its steps, each" in next(seldom.lines())
     # Many requests leave less to be had.
-    many = price_drafts(LLAMA_70B, split_with(None, batch=32, context=256), Drafter(3), 0.9)
+    many = price_drafts(
+        LLAMA_70B, split_with(None, batch=32, context=256), Drafter(3), Acceptance(0.9)
+    )
     assert many.speed(many.asked) < sure.speed(sure.asked)
 
 
@@ -148,6 +155,8 @@ def test_the_command_prices_drafts(model: Path, tmp_path: Path) -> None:
     words = " ".join(table.split())
     assert "that verifies 3 drafts a request" in words
     assert "speculative decoding: 3 drafts a request, each accepted with 0.7: 2.53" in words
+    seldom = " ".join(planned(model, "--speculative", "3,0.7,0.5")[1].split())
+    assert "3 drafts a request in 50% of its steps, each accepted with 0.7: 1.77" in seldom
     draft = tmp_path / "config.json"
     draft.write_text(json.dumps(config_of("llama", 16, 2048, 8192, (32, 8), 128256)))
     status, text = planned(model, "--speculative", "3,0.7", "--draft-model", str(draft), "--json")
@@ -157,7 +166,9 @@ def test_the_command_prices_drafts(model: Path, tmp_path: Path) -> None:
     assert content["stages"][-1]["decode_parts_s"]["draft"] > 0
 
 
-@pytest.mark.parametrize("given", ["3", "0,0.5", "3,1.5", "three,0.5", "3,nan", "", "65,0.5"])
+@pytest.mark.parametrize(
+    "given", ["3", "0,0.5", "3,1.5", "three,0.5", "3,nan", "", "65,0.5", "3,0.7,2", "3,0.7,1,1"]
+)
 def test_the_command_says_what_it_expects(model: Path, given: str) -> None:
     status, text = planned(model, "--speculative", given)
     assert status == 1

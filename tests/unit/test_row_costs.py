@@ -23,7 +23,7 @@ from placement.model.reading import shape_from_config
 from placement.plan import cost
 from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
-from placement.plan.drafts import Drafter
+from placement.plan.drafts import Acceptance, Drafter
 from placement.plan.passes import Pass, decode_pass, prefill_pass
 from placement.plan.split import choose_split, price_drafts
 from placement.plan.step_time import PICO
@@ -106,16 +106,16 @@ def test_the_best_number_of_drafts_follows_the_costs() -> None:
 
     def best(costs: RowCosts | None) -> int:
         split = choose_split(LLAMA_8B, [socket_with(costs)], drafter=Drafter(3), **asked)
-        return price_drafts(LLAMA_8B, split, Drafter(3), 0.7).best.drafts
+        return price_drafts(LLAMA_8B, split, Drafter(3), Acceptance(0.7)).best.drafts
 
     assert best(FLAT) == 8
     assert best(STEEP) < 3
     split = choose_split(LLAMA_8B, [socket_with(FLAT)], drafter=Drafter(8), **asked)
-    lines = list(price_drafts(LLAMA_8B, split, Drafter(8), 0.7).lines())
+    lines = list(price_drafts(LLAMA_8B, split, Drafter(8), Acceptance(0.7)).lines())
     assert lines[1] == "best here at this acceptance: 8 drafts, as asked"
     assert lines[2].startswith("steps of several rows on Xeon 8480+ of a, measured: 1, 2, 4, 8")
     split = choose_split(LLAMA_8B, [socket_with(None)], drafter=Drafter(3), **asked)
-    lines = list(price_drafts(LLAMA_8B, split, Drafter(3), 0.7).lines())
+    lines = list(price_drafts(LLAMA_8B, split, Drafter(3), Acceptance(0.7)).lines())
     assert lines[2] == "steps of several rows on Xeon 8480+ of a: predicted, not measured"
 
 
@@ -346,7 +346,9 @@ def test_the_engine_and_the_command_price_drafts_with_the_same_costs(tmp_path: P
     found = json.loads(answer.stdout)
     nodes = described(content).as_nodes()
     how: dict[str, Any] = {"measure": unmeasured, "measure_rows": costs_of_all}
-    plan = plan_model("8B", Machine(nodes, **how), facts(nodes), HeteroConfig(), acceptance=0.7)
+    plan = plan_model(
+        "8B", Machine(nodes, **how), facts(nodes), HeteroConfig(), acceptance=Acceptance(0.7)
+    )
     assert plan.layers.world.has_cpu
     stages = [list(one) for one in plan.layers.world.layout.stages]
     engine = plan_layers(
