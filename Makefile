@@ -19,9 +19,9 @@ OTHER_VLLM ?= others
 FUZZ_SECONDS ?= 120
 SANITIZED := build/sanitized
 SANITIZED_LEVELS ?= portable,avx2,avx512_bf16,half_avx2,emulated,software_tiles,half_portable
-SANITIZED_TESTS ?= tests/sanitized $(addprefix tests/unit/test_,$(addsuffix .py,\
-  native streaming_linear weight_formats decode_step post_attention expert_kernels latent_layers \
-  adapters expert_handover))
+SANITIZED_TESTS ?= tests/sanitized tests/unit/placement/test_native.py tests/unit/distributed/test_expert_handover.py \
+  $(addprefix tests/unit/kernels/test_,$(addsuffix .py,\
+  streaming_linear weight_formats decode_step post_attention latent_layers adapters))
 # Options of the matrix, and names of architectures; all without.
 FAMILIES ?=
 
@@ -83,7 +83,7 @@ families-sizes: env ## Compare planned bytes of every architecture with those th
 	$(BIN)/python tests/families/compare_sizes.py $(ONLY)
 
 fuzz: env ## Give configuration, command line and binary files thousands of inputs
-	$(BIN)/python -m pytest tests/unit/test_fuzz_config.py tests/unit/test_fuzz_cli.py \
+	$(BIN)/python -m pytest tests/unit/package/test_fuzz_config.py tests/unit/cli/test_fuzz_cli.py \
 	  --hypothesis-profile fuzz --hypothesis-show-statistics $(PYTEST_ARGS)
 	$(BIN)/python -m pip install --quiet 'atheris>=3'
 	for target in headers offers meetings groups weights handovers; do \
@@ -113,7 +113,7 @@ check: env ## Lint, formatting, types, spelling, and the contract with the suppo
 	folders=$$($(BIN)/python tools/vllm_release.py $(OTHER_VLLM)) || exit; \
 	for folder in $$folders; do \
 	  echo "contract with vLLM $$(basename $$folder)"; \
-	  PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_contract*.py || exit; \
+	  PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/compat/test_contract*.py || exit; \
 	done
 
 docs: env ## Build the pages into site/; a broken link is an error

@@ -1,7 +1,7 @@
 """The blocks of code that README and docs show to a user: which are run, and why not the rest.
 
-`test_pages.py` runs those that start engines, `tests/unit/test_page_commands.py` the others;
-`tests/unit/test_page_blocks.py` says when a page has one that is neither run nor listed here.
+`test_pages.py` runs those that start engines, `tests/unit/docs/test_page_commands.py` the others;
+`tests/unit/docs/test_page_blocks.py` says when a page has one that is neither run nor listed here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FlashAttention from the rows of a prompt that are read, beside that from all of its rows.
 
-vLLM's attention for CPUs is compared in tests/unit/test_last_layer.py, engines in test_layouts.py.
+tests/unit/worker/test_last_layer.py compares vLLM's attention for CPUs, test_layouts.py engines.
 """
 
 from __future__ import annotations

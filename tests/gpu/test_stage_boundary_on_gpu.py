@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from gpu_host import IS_PRETENDED, needs_gpus
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path.append(str(Path(__file__).parents[1] / "unit/distributed"))
 
 from test_stage_boundary import CAPACITY, STEPS, TEMPLATE, boundary_of, run, tensors_of
 

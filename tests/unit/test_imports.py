@@ -1,9 +1,10 @@
-"""Which room may import which, how long a function may be, and who may write the environment."""
+"""Order of the rooms, places of unit tests, length of functions, and who writes the environment."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -248,3 +249,57 @@ def test_one_module_tells_vllm_the_layers_of_each_stage() -> None:
 def test_the_search_for_writers_finds_them(code: str) -> None:
     assert writes_environment(ast.parse(code))
     assert not writes_environment(ast.parse("os.environ['A'], os.environ.get('A'), given.pop('A')"))
+
+
+UNIT = ROOT / "tests/unit"
+CODE = {
+    "package": "ray_hetero", "placement": "placement",
+    **{room: f"ray_hetero.{room}" for room in ROOMS["ray_hetero"] if room},
+}  # fmt: skip
+"""Folders of unit tests, and the modules that they test: `package` has those beside the rooms."""
+OTHERS = {"benchmarks", "csrc", "deploy", "docs", "families", "tools"}
+"""Folders of unit tests whose subject is in a folder of that name that has no package."""
+OF_ALL = {"test_docstrings", "test_imports", "test_packaging", "test_project"}
+"""Tests of the whole tree, which are beside the folders."""
+UNIT_TESTS = {path.stem: path for path in sorted(UNIT.rglob("test_*.py"))}
+
+
+def used_by(path: Path) -> set[str]:
+    """Modules of these packages that a file imports, itself or by the helpers that it names."""
+    found: set[str] = set()
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            found.add(str(node.module))
+    for name in set(re.findall(r"\w+", text)) - {path.stem}:
+        if (helper := UNIT / f"{name}.py").exists():
+            found |= used_by(helper)
+    return found & MODULES.keys()
+
+
+def test_every_folder_of_unit_tests_has_a_subject() -> None:
+    folders = {path.parent.relative_to(UNIT).as_posix() for path in UNIT_TESTS.values()}
+    assert folders == CODE.keys() | OTHERS | {"."}
+    assert {name for name, path in UNIT_TESTS.items() if path.parent == UNIT} == OF_ALL
+
+
+def is_of_room(room: str, name: str) -> bool:
+    """Whether a file tests modules of a room: the one of its name, or else what it imports."""
+    of_its_name = {
+        module for module in MODULES if module.rpartition(".")[2] == name.removeprefix("test_")
+    }
+    package, _, inside = CODE[room].partition(".")
+    return any(
+        of == package and (package == "placement" or below == inside)
+        for of, below in map(room_of, of_its_name or used_by(UNIT_TESTS[name]))
+    )
+
+
+def test_every_unit_test_is_in_the_room_of_what_it_tests() -> None:
+    of_code = {name: path.parent.name for name, path in UNIT_TESTS.items() if name not in OF_ALL}
+    of_code = {name: room for name, room in of_code.items() if room not in OTHERS}
+    assert len(of_code) > 150
+    assert {name: room for name, room in of_code.items() if not is_of_room(room, name)} == {}

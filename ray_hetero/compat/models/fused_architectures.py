@@ -1,7 +1,7 @@
 """Architectures whose decoder layers a CPU rank computes as one operator, and why others' are not.
 
 docs/compatibility.md has this as a table, and planning prices layers by it; neither needs vLLM.
-tests/unit/test_architectures.py holds it against vLLM's models and `decoder_classes.CLASSES`.
+tests/unit/compat/test_fused_architectures.py holds it against vLLM and `decoder_classes.CLASSES`.
 """
 
 from __future__ import annotations
