@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from placement.cluster.layout import Layout
 from placement.units import GIB
 from ray_hetero.compat.models import model_registry
-from ray_hetero.compat.worker import parallel_config
+from ray_hetero.compat.worker import kv_cache, parallel_config
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
 from ray_hetero.runtime.process_state import Place
@@ -96,8 +96,10 @@ def shared_settings(
 def _cpu_block_size(driver: VllmConfig) -> int:
     from vllm.platforms import current_platform
 
-    # On a CPU driver the platform has chosen already (16 for MLA without AMX, for example).
-    return driver.cache_config.block_size if current_platform.is_cpu() else CPU_BLOCK_SIZE
+    # On a CPU driver the platform chooses (16 for MLA without AMX, for example).
+    if current_platform.is_cpu():
+        return kv_cache.block_size_on_cpu(driver, CPU_BLOCK_SIZE)
+    return CPU_BLOCK_SIZE
 
 
 def build_rank_config(rank: RankSpec) -> VllmConfig:

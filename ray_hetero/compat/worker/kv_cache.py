@@ -27,6 +27,28 @@ def planning() -> Any:
     return import_module(f"vllm.v1.core.{name}")
 
 
+def block_size_on_cpu(driver: VllmConfig, usual: int) -> int:
+    """Tokens of a KV block that vLLM's CPU platform chooses for the driver's model.
+
+    Uses: `CacheConfig.DEFAULT_BLOCK_SIZE`.
+
+    Args:
+        driver: of a CPU driver, whose user has not set the size.
+        usual: where nothing about the model asks for another.
+
+    """
+    import torch
+
+    size: int = driver.cache_config.block_size
+    if not is_since("0.33"):
+        return size
+    # Since 0.33 the platform keeps it open until the layers are made, which the driver never does.
+    # Its attention to latents without AMX, whose size is the default one, it decides before.
+    is_open = size == driver.cache_config.DEFAULT_BLOCK_SIZE
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return usual if is_open and (has_amx or not driver.model_config.use_mla) else size
+
+
 def with_heads(spec: KVCacheSpec, heads: Callable[[int], int]) -> KVCacheSpec:
     """A layer's KV cache with another number of heads a rank.
 

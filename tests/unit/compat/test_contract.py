@@ -311,6 +311,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/worker/read_rows", ParallelConfig, "decode_context_parallel_size"),
     ("compat/worker/read_rows", ParallelConfig, "prefill_context_parallel_size"),
     ("compat/worker/read_rows", CacheConfig, "kv_sharing_fast_prefill"),
+    ("compat/worker/kv_cache", CacheConfig, "DEFAULT_BLOCK_SIZE"),
     ("compat/worker/read_rows", CompilationConfig, "max_cudagraph_capture_size"),
     ("compat/worker/read_rows", SamplingParams, "prompt_logprobs"),
     ("compat/worker/read_rows", SamplingParams, "prompt_logprob_token_ids"),

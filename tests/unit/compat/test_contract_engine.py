@@ -13,11 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from vllm import envs
-from vllm.config import (
-    VllmConfig,
-)
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config import vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server import entry as api_server
@@ -325,6 +324,18 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     prints = [fingerprint(rank, config, ()) for rank, config in enumerate(ranks)]
     assert prints[0].fields == prints[1].fields == fingerprint(9, driver, ()).fields
     assert prints[0].fields["scheduler_config.max_num_seqs"] == "7"
+
+
+@pytest.mark.parametrize(("latents", "size"), [(False, 128), (True, 16)])
+def test_blocks_have_the_size_that_attention_on_cpus_takes(
+    arguments: EngineArgs, latents: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(ModelConfig, "use_mla", latents)
+    arguments.distributed_executor_backend = "mp"
+    driver = arguments.create_engine_config()
+    shared = shared_settings(driver, layout("c", "c"))
+    assert (shared.block_size, driver.cache_config.block_size) == (size, size)
 
 
 def test_all_ranks_know_the_engine_by_one_name_of_its_connector(model: Path) -> None:
