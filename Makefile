@@ -16,6 +16,10 @@ REPORT ?= gpu-report
 MINUTES ?= 60
 # Supported releases that the contract tests also compare with; empty leaves them out.
 OTHER_VLLM ?= others
+# Release of vLLM that `make contract` compares with the newest supported one, and a name whose
+# bodies it prints.
+VLLM ?=
+DIFF ?=
 FUZZ_SECONDS ?= 120
 SANITIZED := build/sanitized
 SANITIZED_LEVELS ?= portable,avx2,avx512_bf16,half_avx2,emulated,software_tiles,half_portable
@@ -31,7 +35,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,test,docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz sanitize soak check docs dist lock clean
+.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz sanitize soak check contract docs dist lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -113,8 +117,15 @@ check: env ## Lint, formatting, types, spelling, and the contract with the suppo
 	folders=$$($(BIN)/python tools/vllm_release.py $(OTHER_VLLM)) || exit; \
 	for folder in $$folders; do \
 	  echo "contract with vLLM $$(basename $$folder)"; \
+	  $(BIN)/python tools/vllm_changes.py $$(basename $$folder) --reviewed || exit; \
 	  PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/compat/test_contract*.py || exit; \
 	done
+
+contract: env ## Fetch a release (VLLM=0.34.0), print what it has changed of all that is touched here, and try the contract with it
+	@test -n '$(VLLM)' || { echo 'Say which release: make contract VLLM=0.34.0'; exit 2; }
+	@$(BIN)/python tools/vllm_changes.py '$(VLLM)' $(if $(DIFF),--diff '$(DIFF)')
+	@test -n '$(DIFF)' || { folder=$$($(BIN)/python tools/vllm_release.py '$(VLLM)') && PYTHONPATH=$$folder OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -q -p no:cacheprovider --tb=line tests/unit/compat/test_contract*.py; }
 
 docs: env ## Build the pages into site/; a broken link is an error
 	@# With --quiet, mkdocs does not count the warnings that --strict is about.

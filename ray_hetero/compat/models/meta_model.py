@@ -94,8 +94,10 @@ def make_without_kernels() -> None:
 
 def _without_sparse(stock: Any) -> Any:
     def get_attn_backend_cls(selected: Any, attn_selector_config: Any, **named: Any) -> Any:
-        # Sparse attention, which CPUs do not compute, caches latents all the same.
-        return stock(selected, attn_selector_config._replace(use_sparse=False), **named)
+        # Sparse attention, which CPUs do not compute, caches latents all the same.  Types of the
+        # cache that they do not compute are in its specification whatever the backend.
+        asked = attn_selector_config._replace(use_sparse=False, kv_cache_dtype="auto")
+        return stock(selected, asked, **named)
 
     return staticmethod(get_attn_backend_cls)
 

@@ -27,15 +27,17 @@ from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from ray_hetero.compat.models import compilation, quantised_kernels
+from ray_hetero.compat.models import compilation, meta_model, quantised_kernels
 from ray_hetero.compat.worker import spec_decode
 from ray_hetero.kernels.experts.activations import ROWS
 from ray_hetero.kernels.linear import quantised_linear
@@ -275,3 +277,12 @@ def test_experts_without_a_gate_are_refused_on_cpus_behind_all_else() -> None:
         'now"',
         ")",
     ]
+
+
+def test_sizes_can_be_asked_for_whatever_the_cache_holds() -> None:
+    choose = meta_model._without_sparse(CpuPlatform.get_attn_backend_cls).__func__
+    asked = AttentionSelectorConfig(
+        head_size=576, dtype=torch.bfloat16, kv_cache_dtype="fp8_ds_mla", block_size=None,
+        use_mla=True, use_sparse=True,
+    )  # fmt: skip
+    assert "MLA" in choose(None, asked, num_heads=8)

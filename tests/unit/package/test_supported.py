@@ -15,6 +15,7 @@ from ray_hetero.supported import SUPPORTED_VLLM, is_since, is_supported
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import vllm_changes  # noqa: E402
 import vllm_release  # noqa: E402
 import write_upgrading_page as upgrading  # noqa: E402
 
@@ -93,3 +94,76 @@ def test_without_an_index_the_check_fails_and_names_the_way_around(
     with pytest.raises(SystemExit, match=r"could not fetch vllm==0\.33\.0.*OTHER_VLLM="):
         vllm_release.unpacked("0.33.0", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+OLD = """
+class Queue:
+    limit: int = 3
+
+    def __init__(self):
+        self.items = []
+
+    def wait(self):
+        "Wait."
+        return self.items  # all of them
+
+    def gone(self): ...
+
+if True:
+    def plan(): return 1
+
+def steady(): return 1
+"""
+NEW = """
+class Queue:
+    limit: int = 4
+
+    def __init__(self):
+        self.items = []
+
+    def wait(self):
+        "Wait for more."
+        # With a comment.
+        return self.items
+
+def steady(): return 2
+"""
+TOUCHED = ("Queue.limit", "Queue.items", "Queue.wait", "Queue.gone", "plan", "steady")
+
+
+@pytest.fixture
+def releases(tmp_path: Path) -> tuple[vllm_changes.Release, vllm_changes.Release]:
+    for name, modules in (
+        ("old", {"queues": OLD}),
+        ("new", {"queues": NEW, "planning": "def plan(): return 2"}),
+    ):
+        (tmp_path / name / "vllm").mkdir(parents=True)
+        for module, text in modules.items():
+            (tmp_path / name / "vllm" / f"{module}.py").write_text(text)
+    return vllm_changes.Release(tmp_path / "old"), vllm_changes.Release(tmp_path / "new")
+
+
+def test_a_release_is_told_by_what_has_become_of_names(
+    releases: tuple[vllm_changes.Release, vllm_changes.Release],
+) -> None:
+    names = [vllm_changes.Name("compat/here", "vllm.queues", one) for one in TOUCHED]
+    found = list(vllm_changes.changes(names, *releases))
+    assert [(one.kind, one.name.qualified, one.now) for one in found] == [
+        ("gone", "Queue.gone", ""),
+        ("moved", "plan", "vllm.planning"),
+        ("body", "plan", "vllm.planning"),
+        ("body", "steady", "vllm.queues"),
+    ]
+    said = vllm_changes.report(found, {"steady"})
+    assert "  vllm.queues.plan → vllm.planning  (compat/here)" in said
+    assert re.findall(r"(\S+)  \(compat/here\)  NOT REVIEWED", said) == ["vllm.queues.plan"]
+    assert "+    return 2" in vllm_changes.difference("steady", found, *releases)
+
+
+def test_reviewed_names_are_those_of_the_releases_rows() -> None:
+    page = (
+        "\n### Bodies that changed in 0.33.0\n\n| name | what |\n| `A.b`, `c` | `d` |\n\n"
+        "## Other\n| `e` | |\n"
+    )
+    assert vllm_changes.reviewed(page, "0.33.0") == {"A.b", "c"}
+    assert vllm_changes.reviewed(page, "0.34.0") == set()
