@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from placement.cluster.assignment import Seat
 from placement.cluster.layout import Layout
+from placement.plan.devices import DeviceFigures
 from ray_hetero.config import HeteroConfig
 
 if TYPE_CHECKING:
@@ -185,5 +186,7 @@ class RankSpec:
     place: str = ""
     """Text of what a CPU rank's measured times depend on beside kernels and weights: its
     processor, its cores, and the CPU ranks that compute beside it."""
+    gpu: DeviceFigures | None = None
+    """GPU of the first stage, of an expert rank; None where the plan knows none."""
     meeting: str = ""
     """Name by which ranks of the stages and expert ranks of this engine find each other."""

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../expert_call.h"
+#include "shadow.h"
 #include "words.h"
 
 #include <cstddef>
@@ -20,6 +21,7 @@ struct Layer {
   ComputeExperts compute;  // null where Python computes
   const void* context;
   std::int64_t hidden, chosen;
+  std::int64_t experts;  // 0 where it is not known, and nothing is counted
 };
 
 // What one sender and this expert rank share.
@@ -33,6 +35,8 @@ struct Channel {
   std::uint8_t* y;
   std::int64_t capacity;  // tokens
   std::vector<Layer> layers;
+  std::vector<LayerSlots> slots;  // of each layer
+  std::int64_t first = 0;         // number of its first layer among those of all channels
 
   // What another process asks for is compared with `capacity` and the layers alone, so there must be
   // memory for these: of x and y so many elements, of ids and weights so many routes.
@@ -55,6 +59,10 @@ struct Channel {
             "expected memory for " + text(capacity) + " tokens of " + text(layer.hidden) +
             " elements and " + text(layer.chosen) + " experts, got " + text(elements) +
             " elements and " + text(routes) + " experts");
+      }
+      if (layer.experts < 0 || layer.experts > static_cast<std::int64_t>(kMostExperts)) {
+        throw std::invalid_argument("expected at most " + text(kMostExperts) +
+                                    " experts of a layer, got " + text(layer.experts));
       }
     }
   }

@@ -7,8 +7,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -24,7 +27,8 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-using AsLayer = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t>;
+using AsLayer =
+    std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
 
 void add(Receiver& receiver, std::uintptr_t memory, std::int64_t ranks, std::int64_t rank,
          int connection, std::uintptr_t x, std::uintptr_t ids, std::uintptr_t weights,
@@ -32,10 +36,10 @@ void add(Receiver& receiver, std::uintptr_t memory, std::int64_t ranks, std::int
          const std::vector<AsLayer>& layers) {
   Channel made{Words(pointer<std::uint8_t>(memory), ranks), rank, connection,
                pointer<const std::uint8_t>(x), pointer<const std::int32_t>(ids),
-               pointer<const float>(weights), pointer<std::uint8_t>(y), capacity, {}};
-  for (const auto& [compute, context, hidden, chosen] : layers) {
+               pointer<const float>(weights), pointer<std::uint8_t>(y), capacity, {}, {}};
+  for (const auto& [compute, context, hidden, chosen, experts] : layers) {
     made.layers.push_back({reinterpret_cast<ComputeExperts>(compute),
-                           pointer<const void>(context), hidden, chosen});
+                           pointer<const void>(context), hidden, chosen, experts});
   }
   receiver.add(made, elements, routes);
 }
@@ -49,7 +53,31 @@ py::dict by_name(const Totals& totals) {
   found["experts"] = totals.experts.load();
   found["computing_s"] = 1e-9 * static_cast<double>(totals.computing_ns.load());
   found["waiting_s"] = 1e-9 * static_cast<double>(totals.waiting_ns.load());
+  found["slot_steps"] = totals.slot_steps.load();
+  found["slot_layers"] = totals.slot_layers.load();
+  found["slot_experts"] = totals.slot_experts.load();
+  found["slot_computing_s"] = 1e-9 * static_cast<double>(totals.slot_computing_ns.load());
+  found["slot_waiting_s"] = 1e-9 * static_cast<double>(totals.slot_waiting_ns.load());
+  for (std::size_t size = 0; size < kSlotSizes; ++size) {
+    const std::string percent = std::to_string(kSlotPercents[size]);
+    found[("slot_hits_" + percent).c_str()] = totals.slot_hits[size].load();
+    found[("slot_copies_" + percent).c_str()] = totals.slot_copies[size].load();
+  }
   return found;
+}
+
+std::pair<std::array<std::int64_t, kSlotSizes>, std::array<std::int64_t, kSlotSizes>> step_of(
+    LayerSlots& slots, const std::vector<std::int32_t>& experts) {
+  for (std::size_t i = 0; i < experts.size(); ++i) {
+    const bool is_here = experts[i] >= 0 && experts[i] < slots.experts();
+    if (!is_here || std::count(experts.begin(), experts.begin() + i, experts[i]) != 0) {
+      throw std::invalid_argument("expected different experts below " +
+                                  std::to_string(slots.experts()) + ", got " +
+                                  std::to_string(experts[i]));
+    }
+  }
+  const SlotCounts found = slots.step(experts);
+  return {found.hits, found.copies};
 }
 
 // Experts of no size, for tests and for measuring the handover: tokens of 16-bit values come back.
@@ -92,6 +120,14 @@ PYBIND11_MODULE(_expert_handover, module) {
                   "Addresses of each expert rank's request and answer.")
       .def("post", &Sender::post, py::arg("layer"), py::arg("tokens"),
            "Ask all expert ranks for a layer.  Raises ValueError: as `request`.")
+      .def("mark", &Sender::mark, py::arg("every"),
+           "Say that every so many rows of the steps that follow are no drafts; 0 if that is not known.")
+      .def_static("mark_address",
+                  [](std::uintptr_t memory, std::int64_t ranks) {
+                    const Words words(pointer<std::uint8_t>(memory), ranks);
+                    return reinterpret_cast<std::uintptr_t>(&words.every());
+                  },
+                  py::arg("memory"), py::arg("ranks"), "Address of the word that `mark` writes.")
       .def("wait", &Sender::wait, py::call_guard<py::gil_scoped_release>(),
            "Wait for all answers and take them back; whether the channel has not failed meanwhile,\n"
            "which ends the wait.")
@@ -116,8 +152,8 @@ PYBIND11_MODULE(_expert_handover, module) {
            py::arg("routes"), py::arg("layers"),
            "Memory is by address, x and y of so many `elements`, ids and weights of so many\n"
            "`routes`; `connection` is a socket that can be read once the sender has ended.  A layer\n"
-           "is (function, its context, hidden size, experts of a token), where function 0 leaves it\n"
-           "to Python.\n"
+           "is (function, its context, hidden size, experts of a token, experts of the layer), where\n"
+           "function 0 leaves it to Python, and 0 experts are not known.\n"
            "Raises ValueError: `capacity` tokens of a layer are more than there is memory for.")
       .def("serve", &Receiver::serve, py::arg("limit_s"), py::call_guard<py::gil_scoped_release>(),
            "Compute what comes, for so long.  None, or (channel, layer, tokens) for Python to\n"
@@ -125,8 +161,31 @@ PYBIND11_MODULE(_expert_handover, module) {
            "Raises IndexError: the sender of the channel of that number has ended;\n"
            "RuntimeError: a layer cannot be computed.")
       .def("finish", &Receiver::finish, py::arg("channel"), "Answer what Python has computed.")
+      .def("keep_routes", [](Receiver& receiver) { receiver.routes().open(); },
+           "Keep experts that tokens of small steps choose, for `take_routes`.")
+      .def("take_routes",
+           [](Receiver& receiver, bool close) {
+             const auto [records, lost] = receiver.routes().take(close);
+             const char* bytes = reinterpret_cast<const char*>(records.data());
+             return std::make_pair(py::bytes(bytes, 2 * records.size()), lost);
+           },
+           py::arg("close"),
+           "Records since the last call, and how many there was no room for.  A record is 16-bit\n"
+           "numbers: layer, tokens, experts of each token, 65535 for none.  None follow if `close`.")
       .def_property_readonly("totals",
                              [](const Receiver& receiver) { return by_name(receiver.totals()); },
                              "By name: steps and their tokens, layers, tokens times layers, experts that\n"
-                             "these have read, seconds of computing, and of waiting for the next layer.");
+                             "these have read, seconds of computing, and of waiting for the next layer; the same of\n"
+                             "steps that slots are counted for, and what slots would have held and copied.");
+
+  module.attr("SLOT_PERCENTS") = kSlotPercents;
+  module.attr("COUNTED_TOKENS") = kCountedTokens;
+  module.attr("SLOT_WINDOW") = kWindow;
+  module.attr("SLOT_COPIES") = kCopies;
+  py::class_<LayerSlots>(module, "LayerSlots", "Slots of one layer that nobody has made, of all sizes.")
+      .def(py::init<std::int64_t>(), py::arg("experts"))
+      .def("step", &step_of, py::arg("experts"),
+           "Count a step that uses these experts, each once: for each size, how many of them slots\n"
+           "held, and how many were copied behind the step.\n"
+           "Raises ValueError: an expert that there is not, or one that is given twice.");
 }

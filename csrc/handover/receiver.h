@@ -3,9 +3,11 @@
 #pragma once
 
 #include "channel.h"
+#include "routes.h"
 
 #include <poll.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -22,6 +24,10 @@ struct Totals {
 
   Count steps = 0, tokens = 0, layers = 0, layer_tokens = 0, experts = 0, computing_ns = 0,
         waiting_ns = 0;
+  // Of steps that slots are counted for; and what slots of each size have held of their experts.
+  Count slot_steps = 0, slot_layers = 0, slot_experts = 0, slot_computing_ns = 0,
+        slot_waiting_ns = 0;
+  std::array<Count, kSlotSizes> slot_hits{}, slot_copies{};
 
   static void add(Count& count, std::int64_t more) {
     count.store(count.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
@@ -40,6 +46,10 @@ class Receiver {
   void add(const Channel& made, std::int64_t elements, std::int64_t routes) {
     made.check(made.words.ranks(), elements, routes);
     channels_.push_back(made);
+    Channel& channel = channels_.back();
+    channel.first = layers_;
+    layers_ += static_cast<std::int64_t>(channel.layers.size());
+    for (const Layer& layer : channel.layers) channel.slots.emplace_back(layer.experts);
   }
 
   // Compute what comes, for so long; then nothing, or (channel, layer, tokens) that Python is to
@@ -64,9 +74,15 @@ class Receiver {
   }
 
   // Answer a request that Python has computed.
-  void finish(std::int64_t channel) { answer(channels_.at(channel)); }
+  void finish(std::int64_t channel) {
+    answer(channels_.at(channel));
+    count_slots();
+  }
 
   const Totals& totals() const { return totals_; }
+
+  // Experts that tokens of small steps have chosen, once it is open.
+  Routes& routes() { return routes_; }
 
  private:
   static constexpr double kLookSeconds = 0.02;
@@ -121,25 +137,42 @@ class Receiver {
 
   // Count a request: a step has one of the first layer that the first sender with layers has.
   void begin(std::size_t number, std::int64_t layer, std::int64_t tokens) {
-    const Channel& channel = channels_[number];
+    Channel& channel = channels_[number];
     began_s_ = now_s();
     const double pause_s = began_s_ - answered_s_;
-    if (pause_s < kLongestPause) Totals::add(totals_.waiting_ns, nanoseconds(pause_s));
+    const std::int64_t waited_ns = pause_s < kLongestPause ? nanoseconds(pause_s) : 0;
+    Totals::add(totals_.waiting_ns, waited_ns);
     std::size_t first = 0;
     while (channels_[first].layers.empty()) ++first;
-    if (number == first && layer == 0) {
+    const bool is_first = number == first && layer == 0;
+    if (is_first) {
       Totals::add(totals_.steps, 1);
       Totals::add(totals_.tokens, tokens);
     }
     Totals::add(totals_.layers, 1);
     Totals::add(totals_.layer_tokens, tokens);
-    Totals::add(totals_.experts, distinct(channel.ids, tokens * channel.layers[layer].chosen));
+    const std::int64_t chosen = channel.layers[layer].chosen;
+    find(channel.ids, tokens, chosen, 1);
+    Totals::add(totals_.experts, static_cast<std::int64_t>(found_.size()));
+    slots_ = nullptr;
+    const std::int64_t every = channel.words.every().load(std::memory_order_relaxed);
+    if (every == 0 || tokens > kCountedTokens || channel.layers[layer].experts == 0) return;
+    if (every > 1) find(channel.ids, tokens, chosen, every);
+    slots_ = &channel.slots[layer];
+    Totals::add(totals_.slot_waiting_ns, waited_ns);
+    Totals::add(totals_.slot_steps, is_first);
+    if (routes_.is_open()) routes_.add(channel.first + layer, channel.ids, tokens, chosen, every);
   }
 
-  // How many experts there are among these; negative numbers stand for none.
-  std::int64_t distinct(const std::int32_t* ids, std::int64_t count) {
-    std::int64_t found = 0;
+  // The experts of every so many tokens, each once; negative numbers stand for none.
+  void find(const std::int32_t* ids, std::int64_t tokens, std::int64_t chosen, std::int64_t every) {
+    found_.clear();
     ++turn_;
+    for (std::int64_t token = 0; token < tokens; token += every) {
+      find(ids + token * chosen, chosen);
+    }
+  }
+  void find(const std::int32_t* ids, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) {
       if (ids[i] < 0) continue;
       const std::size_t id = static_cast<std::size_t>(ids[i]);
@@ -148,10 +181,24 @@ class Receiver {
                                  std::to_string(kMostExperts));
       }
       if (id >= seen_.size()) seen_.resize(id + 1, 0);
-      found += seen_[id] != turn_;
+      if (seen_[id] != turn_) found_.push_back(ids[i]);
       seen_[id] = turn_;
     }
-    return found;
+  }
+
+  // What slots would have held of the layer that was answered; while the sender goes on.
+  void count_slots() {
+    if (slots_ == nullptr) return;
+    for (const std::int32_t expert : found_) {
+      if (expert >= slots_->experts()) return;  // none that was agreed on
+    }
+    const SlotCounts counted = slots_->step(found_);
+    Totals::add(totals_.slot_layers, 1);
+    Totals::add(totals_.slot_experts, counted.experts);
+    for (std::size_t size = 0; size < kSlotSizes; ++size) {
+      Totals::add(totals_.slot_hits[size], counted.hits[size]);
+      Totals::add(totals_.slot_copies[size], counted.copies[size]);
+    }
   }
 
   void compute(Channel& channel, const Layer& layer, std::int64_t tokens) {
@@ -160,6 +207,7 @@ class Receiver {
                                       layer.hidden, layer.chosen});
     if (problem != nullptr) throw std::runtime_error(problem);
     answer(channel);
+    count_slots();
   }
 
   void answer(Channel& channel) {
@@ -167,7 +215,9 @@ class Receiver {
     channel.words.count(channel.rank).fetch_add(1, std::memory_order_release);
     channel.words.answer(channel.rank).store(1, std::memory_order_release);
     answered_s_ = now_s();
-    Totals::add(totals_.computing_ns, nanoseconds(answered_s_ - began_s_));
+    const std::int64_t took_ns = nanoseconds(answered_s_ - began_s_);
+    Totals::add(totals_.computing_ns, took_ns);
+    if (slots_ != nullptr) Totals::add(totals_.slot_computing_ns, took_ns);
   }
 
   // Whether the senders are still there; a closed socket can be read.
@@ -190,6 +240,10 @@ class Receiver {
   std::optional<Asked> left_to_python_;
   std::vector<std::uint64_t> seen_;  // by expert: the request that has counted it last
   std::uint64_t turn_ = 0;
+  std::vector<std::int32_t> found_;  // experts of the request, those of drafts not among them
+  LayerSlots* slots_ = nullptr;      // of the request's layer, if its step is counted
+  std::int64_t layers_ = 0;          // of all channels
+  Routes routes_;
   Totals totals_;
 };
 

@@ -37,6 +37,9 @@ class Sender {
     }
   }
 
+  // Say that every `every`-th row of the steps that follow is no draft; 0 for none that is known.
+  void mark(std::uint32_t every) { words_.every().store(every, std::memory_order_release); }
+
   // Whether all have answered; not when the channel has failed, which ends the wait.
   bool wait() {
     patience_.renew();

@@ -3,7 +3,8 @@
 // For each expert rank there are two: a request, which the sender sets and the expert rank takes
 // back, and an answer, which the expert rank sets and the sender takes back.  So both are the same
 // constants in every step, which a captured CUDA graph can write and wait for.  A third one counts
-// the expert rank's answers, for whoever watches whether it goes on.
+// the expert rank's answers, for whoever watches whether it goes on.  One more word says which rows
+// of the step are no drafts, for the expert rank to count.
 //
 //   sender                      expert rank
 //   tokens, ids, weights
@@ -38,7 +39,8 @@ constexpr std::uint32_t kTokens = 1u << (32 - kLayerBits);
 // slows down another's writing.
 constexpr std::int64_t kWordBytes = 128;
 
-// The words of a channel: one that says that it has failed, then requests, answers and counts.
+// The words of a channel: one that says that it has failed, then requests, answers and counts, and
+// one with the distance between two rows of a step that are no drafts, 0 where there is no such.
 class Words {
  public:
   Words(std::uint8_t* memory, std::int64_t ranks) : memory_(memory), ranks_(ranks) {}
@@ -48,7 +50,8 @@ class Words {
   Word& request(std::int64_t rank) const { return at(1 + rank); }
   Word& answer(std::int64_t rank) const { return at(1 + ranks_ + rank); }
   Word& count(std::int64_t rank) const { return at(1 + 2 * ranks_ + rank); }
-  static std::int64_t bytes(std::int64_t ranks) { return (1 + 3 * ranks) * kWordBytes; }
+  Word& every() const { return at(1 + 3 * ranks_); }
+  static std::int64_t bytes(std::int64_t ranks) { return (2 + 3 * ranks) * kWordBytes; }
 
  private:
   Word& at(std::int64_t place) const {

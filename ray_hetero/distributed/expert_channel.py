@@ -36,8 +36,11 @@ class Signals(Protocol):
     def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
         """Write a tensor into the memory, of which `to` is a part."""
 
-    def begin_step(self, tokens: int) -> None:
-        """Learn how many tokens the step has; rows behind them only fill a captured graph up."""
+    def begin_step(self, tokens: int, every: int) -> None:
+        """Learn how many tokens the step has, and which are no drafts: every so many, 0 if unknown.
+
+        Rows behind the tokens only fill a captured graph up.
+        """
 
     def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
         """Write experts of the step's first rows, with -1 for rows that only fill a graph up."""
@@ -68,8 +71,9 @@ class HostSignals:
         """Copy the tensor."""
         to.copy_(values)
 
-    def begin_step(self, tokens: int) -> None:
-        """Nothing: a step of the host has no other rows."""
+    def begin_step(self, tokens: int, every: int) -> None:
+        """Say which rows are no drafts; a step of the host has no rows but its tokens."""
+        self._sender.mark(every)
 
     def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
         """Copy them."""
@@ -126,9 +130,15 @@ class ExpertChannel:
         """Most tokens of one handover."""
         return self._memory.geometry.capacity
 
-    def begin_step(self, tokens: int) -> None:
-        """Learn how many tokens the step has, before any layer of it is handed over."""
-        self._signals.begin_step(tokens)
+    def begin_step(self, tokens: int, every: int = 1) -> None:
+        """Learn how many tokens the step has, before any layer of it is handed over.
+
+        Args:
+            tokens: of the step.
+            every: distance between two of them that are no drafts; 0 where that is not known.
+
+        """
+        self._signals.begin_step(tokens, every)
 
     def hand_over(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int

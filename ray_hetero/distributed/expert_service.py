@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ray_hetero.distributed.expert_meeting import Reached
-from ray_hetero.distributed.expert_memory import ROUTE_BYTES, TokenViews, native
+from ray_hetero.distributed.expert_memory import (
+    ROUTE_BYTES,
+    RemoteLayer,
+    TokenViews,
+    native,
+)
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 
@@ -35,6 +40,8 @@ class HeldLayer:
     """Kernels that compute the experts here; None where vLLM's kernel does."""
     chosen: int = 0
     """Experts of a token."""
+    count: int = 0
+    """Experts of the layer; 0 where it is not known, and slots for it are not counted."""
 
 
 class ExpertService:
@@ -87,9 +94,7 @@ class ExpertService:
             elements=min(x.nbytes, results[self._number].nbytes) // geometry.dtype.itemsize,
             routes=min(ids.nbytes, weights.nbytes) // ROUTE_BYTES,
             layers=[
-                (held.call.function, held.call.context, layer.hidden, layer.chosen)
-                if held.call is not None
-                else (0, 0, layer.hidden, layer.chosen)
+                (*_function_of(held), layer.hidden, layer.chosen, held.count)
                 for (held, _), layer in zip(found, reached.layers, strict=True)
             ],
         )
@@ -97,10 +102,33 @@ class ExpertService:
         self._channels.append(reached)
 
     @property
-    def totals(self) -> dict[str, float]:
+    def totals(self) -> dict[str, Any]:
         """Totals of all steps so far: steps, tokens, layers, layer_tokens, experts,
-        computing_s, waiting_s."""
-        found: dict[str, float] = self._receiver.totals
+        computing_s, waiting_s; and the fields of `StepTotals` whose names begin with slot_."""
+        found: dict[str, Any] = self._receiver.totals
+        return found
+
+    @property
+    def layers(self) -> Sequence[tuple[RemoteLayer, int]]:
+        """Layers of all channels in the order of their numbers, each with its experts."""
+        return [
+            (layer, held.count)
+            for reached, found in zip(self._channels, self._computed, strict=True)
+            for layer, (held, _) in zip(reached.layers, found, strict=True)
+        ]
+
+    def keep_routes(self) -> None:
+        """Keep the experts that tokens of small steps choose, for `take_routes`."""
+        self._receiver.keep_routes()
+
+    def take_routes(self, *, close: bool) -> tuple[bytes, int]:
+        """Take the records since the last call, and the number of those there was no room for.
+
+        Args:
+            close: whether to keep none from now on.
+
+        """
+        found: tuple[bytes, int] = self._receiver.take_routes(close)
         return found
 
     def serve(self) -> None:
@@ -127,3 +155,8 @@ class ExpertService:
             sums = held.compute(views.x[:tokens], views.weights[:tokens], views.ids[:tokens])
             views.results[self._number][:tokens].copy_(sums)
         self._receiver.finish(channel)
+
+
+def _function_of(held: HeldLayer) -> tuple[int, int]:
+    """Address of the native function of a layer, and its context; zeros where Python computes."""
+    return (0, 0) if held.call is None else (held.call.function, held.call.context)

@@ -45,6 +45,8 @@ class GpuSignals:
         self._addresses: list[tuple[int, int]] = []
         self._takes: Any = None
         self._posts: dict[tuple[int, int], Any] = {}
+        self._mark: Any = None
+        self._every = 0
         self.has_operations = False
         """Whether the stream itself writes and waits; else functions of the host do."""
 
@@ -76,7 +78,11 @@ class GpuSignals:
         self._rows = torch.arange(memory.geometry.capacity, device=device).unsqueeze(1)
         self._is_token = torch.ones_like(self._rows, dtype=torch.bool)
         self._none = torch.tensor(-1, dtype=torch.int32, device=device)
-        return tuple(mapped(memory.memory, device).split(memory.geometry.sizes))
+        parts = mapped(memory.memory, device).split(memory.geometry.sizes)
+        base = memory.memory.data_ptr()
+        at = native().Sender.mark_address(base, ranks) - base
+        self._mark = parts[0][at : at + 4].view(torch.int32)
+        return tuple(parts)
 
     def write(self, values: torch.Tensor, to: torch.Tensor) -> None:
         """Write the tensor over the link with a kernel.
@@ -85,9 +91,13 @@ class GpuSignals:
         """
         torch.mul(values, 1, out=to)
 
-    def begin_step(self, tokens: int) -> None:
+    def begin_step(self, tokens: int, every: int) -> None:
         """Mark the step's tokens on the stream: its graphs were captured with more rows."""
         torch.lt(self._rows, tokens, out=self._is_token)
+        if every != self._every:
+            # Behind the steps that are under way, whose experts are read later.
+            self._mark.fill_(every)
+            self._every = every
 
     def write_ids(self, ids: torch.Tensor, to: torch.Tensor) -> None:
         """Write experts of tokens over the link with a kernel, and -1 for other rows.

@@ -135,10 +135,10 @@ class RemoteExperts:
         """Error that has ended the handover; results of later steps are invalid."""
         return None if self._channel is None else self._channel.problem
 
-    def begin_step(self, tokens: int) -> None:
-        """Learn how many tokens the step has, before it is ordered."""
+    def begin_step(self, tokens: int, every: int) -> None:
+        """Learn how many tokens the step has, before it is ordered; see `ExpertChannel`."""
         if self._channel is not None:
-            self._channel.begin_step(tokens)
+            self._channel.begin_step(tokens, every)
 
     def connect(self) -> None:
         """Wait for the expert ranks, now that the stage's layers are known.

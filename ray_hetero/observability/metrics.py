@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from ray.util.metrics import Counter
 
 from ray_hetero.log import logger
+from ray_hetero.observability.slot_forecast import PERCENTS
 
 if TYPE_CHECKING:
     from ray_hetero.observability.engine_info import RankInfo
@@ -78,6 +79,27 @@ FIGURES = (
         "expert_layer_tokens",
         "expert_layer_tokens",
         "Tokens times layers of experts, all or some of which an expert rank's cores computed.",
+    ),
+    Figure(
+        "slot_experts",
+        "slot_experts",
+        "Experts that an expert rank has read in steps of few tokens, for which slots are counted.",
+    ),
+    *(
+        Figure(
+            f"slot_hits_{percent}",
+            f"slot_hits_{percent}",
+            f"Part of these that slots for {percent} % of each layer's experts would have held.",
+        )
+        for percent in PERCENTS
+    ),
+    *(
+        Figure(
+            f"slot_copies_{percent}",
+            f"slot_copies_{percent}",
+            f"Experts that would have been copied into slots for {percent} % of them.",
+        )
+        for percent in PERCENTS
     ),
     Figure(
         "linked_expert_tokens",

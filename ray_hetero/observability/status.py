@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from rich.table import Table
 from placement.units import GIB
 from ray_hetero.names import is_board
 from ray_hetero.observability.engine_info import RankInfo
+from ray_hetero.observability.slot_forecast import described
 from ray_hetero.observability.status_board import BoardContent, RankNews
 from ray_hetero.observability.step_clock import StepTotals
 from ray_hetero.observability.world_table import layer_span
@@ -79,6 +80,7 @@ class RankStatus:
             "recent_busy_ms": _per_step_ms(recent.busy_s, recent.steps),
             "recent_waiting_ms": _per_step_ms(recent.waiting_s, recent.steps),
             **_of_experts(report.totals, recent),
+            **({"slots": [asdict(one) for one in report.slots]} if report.slots else {}),
         }
 
 
@@ -141,12 +143,22 @@ class EngineStatus:
 
     def table(self) -> Table:
         """One row a rank, memory in GiB, times in milliseconds a step."""
-        table = Table(title=self.headline, title_justify="left")
+        table = Table(
+            title=self.headline, title_justify="left",
+            caption=self.slots or None, caption_justify="left",
+        )  # fmt: skip
         for column in self._columns:
             table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
         for row in self._rows:
             table.add_row(*row)
         return table
+
+    @property
+    def slots(self) -> str:
+        """What slots for experts would save, in one line; empty where nothing was counted."""
+        # All expert ranks see the same tokens.
+        slots = (rank.news.report.slots for rank in self.ranks if rank.news is not None)
+        return next((described(found) for found in slots if found), "")
 
     @property
     def _has_experts(self) -> bool:
@@ -166,8 +178,13 @@ class EngineStatus:
         rows = "".join(_html_row("td", row) for row in self._rows)
         return (
             f"<p>{html.escape(self.headline)}</p>"
-            f"<table>{_html_row('th', self._columns)}{rows}</table>{self.content.info.picture}"
+            f"<table>{_html_row('th', self._columns)}{rows}</table>"
+            f"{self._slots_html}{self.content.info.picture}"
         )
+
+    @property
+    def _slots_html(self) -> str:
+        return f"<p>{html.escape(self.slots)}</p>" if self.slots else ""
 
 
 def _html_row(tag: str, cells: Sequence[str]) -> str:

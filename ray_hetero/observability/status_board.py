@@ -20,6 +20,7 @@ from ray_hetero.log import logger
 from ray_hetero.names import board_name
 from ray_hetero.observability.engine_info import EngineInfo
 from ray_hetero.observability.metrics import FiguresWriter, RayMetrics, forget_figures
+from ray_hetero.observability.slot_forecast import SlotForecast
 from ray_hetero.observability.step_clock import StepTotals
 
 REPORT_SECONDS = 2.0
@@ -43,6 +44,8 @@ class RankReport:
     """Sums of the rank's steps since it serves."""
     in_step_s: float
     """Seconds that the step in progress has taken so far; 0 between steps."""
+    slots: tuple[SlotForecast, ...] = ()
+    """Slots in a GPU's memory that an expert rank counts since it serves; none of other ranks."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,25 @@ class StepTotals:
     linked_expert_tokens: int = 0
     """Tokens times layers whose experts this GPU rank has computed itself, all or some of them,
     from the memory of expert ranks."""
+    slot_steps: int = 0
+    """Steps of an expert rank for which slots were counted: those of few tokens, drafts that are
+    verified not among them."""
+    slot_layers: int = 0
+    """Layers of these steps."""
+    slot_experts: int = 0
+    """Experts that these have read, each once a layer; not those that only drafts have chosen."""
+    slot_computing_s: float = 0.0
+    """Part of `busy_s` that these steps took."""
+    slot_waiting_s: float = 0.0
+    """Part of `waiting_s` that these steps took."""
+    slot_hits_5: int = 0
+    """Part of `slot_experts` that slots for 5 % of each layer's experts would have held."""
+    slot_hits_10: int = 0
+    slot_hits_25: int = 0
+    slot_copies_5: int = 0
+    """Experts that would have been copied into slots for 5 % of each layer's experts."""
+    slot_copies_10: int = 0
+    slot_copies_25: int = 0
     left_out_mlp_tokens: int = 0
     """Tokens that this GPU rank has left out of the model's last MLP: nothing reads their rows."""
     columns_waited_s: float = 0.0

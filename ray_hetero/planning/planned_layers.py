@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from placement.model.shape import ModelShape
+from placement.plan.devices import DeviceFigures
 from placement.plan.split import Split, rows_of_sockets
 from placement.plan.stage_plan import ExpertPlan
 from placement.plan.step_time import PICO
@@ -53,6 +54,11 @@ class LayerPlan:
         if self.split is None:
             return None
         return sum(stage.decode.experts for stage in self.split.stages) / PICO
+
+    @property
+    def expert_gpu(self) -> DeviceFigures | None:
+        """Figures of the GPU that expert ranks compute for; None where nothing is known."""
+        return None if self.split is None else self.split.stages[0].devices.ranks[0].figures
 
     def forecast(self, rank: int) -> Forecast | None:
         """What the plan expects of one rank."""

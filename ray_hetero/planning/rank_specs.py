@@ -56,6 +56,7 @@ def rank_specs(
             near_gpus=near_gpus[seat.node_id],
             own_near_gpus=own_near_gpus[seat.node_id],
             place=place_of(plan, seat, hosts[seat.node_id], engine),
+            gpu=plan.expert_gpu if seat.serves_experts else None,
             meeting=meeting,
         )
         for seat in plan.world.members

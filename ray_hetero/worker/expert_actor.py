@@ -26,10 +26,11 @@ from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.stage_experts import are_remote
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
+from ray_hetero.observability.slot_forecast import SlotForecast, described
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
-from ray_hetero.worker.expert_model import core_rates, load_experts, shared_pages
+from ray_hetero.worker.expert_model import core_rates, load_experts, shared_pages, slot_rates
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint
 from ray_hetero.world import RankSpec
@@ -79,6 +80,7 @@ class ExpertActor:
         pages = shared_pages(layers)
         rates = core_rates(layers, rank.shared.max_num_batched_tokens) if pages else None
         self._service = ExpertService(layers, number)
+        self._rates = slot_rates(layers, ranks, rank.gpu)
         assert rank.seat.socket is not None
         for stage in range(len(rank.world.layout.stages)):
             reached = reach(
@@ -109,7 +111,9 @@ class ExpertActor:
     def _report(self) -> RankReport:
         assert self._service is not None
         found = self._service.totals
+        slots = {name: value for name, value in found.items() if name.startswith("slot_")}
         totals = StepTotals(
+            **slots,
             steps=int(found["steps"]),
             tokens=int(found["tokens"]),
             busy_s=found["computing_s"],
@@ -120,7 +124,8 @@ class ExpertActor:
         )
         self._say(totals)
         rank, resident_bytes = self._rank.seat.rank, psutil.Process().memory_info().rss
-        return RankReport(rank, os.getpid(), resident_bytes, 0, totals, 0.0)
+        slots_so_far = SlotForecast.of(totals, self._rates)
+        return RankReport(rank, os.getpid(), resident_bytes, 0, totals, 0.0, slots_so_far)
 
     def _say(self, totals: StepTotals) -> None:
         """Write a line into the log every so often, while there are steps."""
@@ -129,6 +134,9 @@ class ExpertActor:
         new = totals - self._said
         if new.steps:
             logger.info("experts rank %d: %s", self._rank.seat.rank, new)
+        # All expert ranks see the same tokens.
+        if self._rank.seat.tensor_rank == 0 and (slots := SlotForecast.of(new, self._rates)):
+            logger.info("experts rank %d: %s", self._rank.seat.rank, described(slots))
         self._said, self._said_at = totals, time.monotonic()
 
     def __repr__(self) -> str:

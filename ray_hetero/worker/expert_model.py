@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from placement.plan.devices import DeviceFigures, Links
+from placement.plan.expert_slots import SlotRates
 from placement.units import GIB
 from ray_hetero.compat.models import quantised_kernels, remote_experts
 from ray_hetero.compat.models.custom_ops import has_cpu_kernels
@@ -132,7 +134,8 @@ def _held(layer: Any, dtype: torch.dtype) -> HeldLayer:
 
     experts = expert_layers.held_by(layer)
     call = None if experts is None else experts.call
-    return HeldLayer(layer.hidden_size, dtype, compute, call, experts, layer.top_k)
+    count = layer.global_num_experts
+    return HeldLayer(layer.hidden_size, dtype, compute, call, experts, layer.top_k, count)
 
 
 def shared_pages(layers: Mapping[str, HeldLayer]) -> dict[str, SharedPages]:
@@ -177,3 +180,26 @@ def core_rates(layers: Mapping[str, HeldLayer], tokens: int) -> CoreRates | None
         experts, hidden=layer.hidden, experts=experts.count, chosen=layer.chosen,
         tokens=sorted({max(1, most // 4), most}),
     )  # fmt: skip
+
+
+def slot_rates(
+    layers: Mapping[str, HeldLayer], ranks: int, gpu: DeviceFigures | None
+) -> SlotRates | None:
+    """Rates of a GPU that would have slots for these experts; None where nothing is known of it.
+
+    Args:
+        layers: of this rank.
+        ranks: expert ranks, each with a slice of every expert.
+        gpu: of the first stage, as the plan knows it.
+
+    """
+    held = [layer for layer in layers.values() if layer.experts is not None]
+    if gpu is None or gpu.host_link is None or not held:
+        return None
+    slices = sum(layer.experts.nbytes for layer in held if layer.experts is not None)
+    return SlotRates(
+        expert_bytes=ranks * slices / sum(layer.count for layer in held),
+        gpu_bandwidth=gpu.read_bandwidth,
+        link_bandwidth=gpu.host_link,
+        layer_s=Links().handover.latency_s,
+    )

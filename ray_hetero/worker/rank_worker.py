@@ -19,6 +19,7 @@ from ray_hetero.log import logger
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
 from ray_hetero.offload.prefetch import Prefetcher
 from ray_hetero.worker import last_layer
+from ray_hetero.worker.speculation import rows_to_verified
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.worker.warmup_schedule import Step
 from ray_hetero.world import Forecast
@@ -69,9 +70,10 @@ class RankWorker:
         if self._boundary is not None and tokens:
             counts = scheduler_output.num_scheduled_tokens.values()
             self._boundary.begin_step(tokens, is_decoding=max(counts) <= DECODING_TOKENS)
-        for exchange in (self._over_host, self._experts):
-            if exchange is not None and tokens:
-                exchange.begin_step(tokens)
+        if self._over_host is not None and tokens:
+            self._over_host.begin_step(tokens)
+        if self._experts is not None and tokens:
+            self._experts.begin_step(tokens, rows_to_verified(scheduler_output))
         last_layer.begin_step(scheduler_output)
         late = self.late_tokens
         if late is not None:

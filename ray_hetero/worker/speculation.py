@@ -72,3 +72,18 @@ def models_of(vllm_config: VllmConfig) -> list[ModelConfig]:
     if speculative is not None and speculative.uses_draft_kv_cache():
         models.append(speculative.draft_model_config)
     return models
+
+
+def rows_to_verified(scheduler_output: Any) -> int:
+    """Distance between two rows of a step that are no drafts; 0 where it differs.
+
+    Rows of a request are neighbours, its drafts behind its token; the order of requests is the
+    runner's, so that only requests of equally many rows have their drafts in known places.
+    """
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if not drafts:
+        return 1
+    counts = scheduler_output.num_scheduled_tokens
+    rows = {count - len(drafts.get(request, ())) for request, count in counts.items()}
+    distances = set(counts.values())
+    return distances.pop() if rows == {1} and len(distances) == 1 else 0

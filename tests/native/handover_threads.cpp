@@ -34,7 +34,7 @@ void expect(bool holds, const char* what) {
 
 // What one sender shares with all expert ranks.
 struct Shared {
-  alignas(128) std::uint8_t words[(1 + 3 * kRanks) * kWordBytes] = {};
+  alignas(128) std::uint8_t words[(2 + 3 * kRanks) * kWordBytes] = {};
   float x[kElements] = {}, weights[kRoutes] = {}, y[kRanks][kElements] = {};
   std::int32_t ids[kRoutes] = {};
   int ends[kRanks][2];
@@ -61,7 +61,8 @@ Channel channel_of(Shared& shared, std::int64_t rank) {
   return {Words(shared.words, kRanks), rank, shared.ends[rank][1],
           reinterpret_cast<const std::uint8_t*>(shared.x), shared.ids, shared.weights,
           reinterpret_cast<std::uint8_t*>(shared.y[rank]), kCapacity,
-          {{&sums, nullptr, kHidden, kChosen}, {nullptr, nullptr, kHidden, kChosen}}};
+          {{&sums, nullptr, kHidden, kChosen, 8}, {nullptr, nullptr, kHidden, kChosen, 8}},
+          {}};
 }
 
 // An expert rank, until a sender ends.  A third thread reads what it counts.

@@ -14,9 +14,10 @@ from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
 
 LAYERS = (RemoteLayer("native", 8, 2), RemoteLayer("python", 4, 3))
 RANKS, OWN, TOKENS = 2, 0, 5
-WORDS = 1 + 3 * RANKS
-"""A word that says that the channel has failed, then requests, answers and counts."""
-OTHERS = [0, *(1 + kind * RANKS + 1 - OWN for kind in range(3))]
+WORDS = 2 + 3 * RANKS
+"""A word that says that the channel has failed, then requests, answers and counts, and one that
+says which rows are no drafts."""
+OTHERS = [0, *(1 + kind * RANKS + 1 - OWN for kind in range(3)), WORDS - 1]
 """Words that are not this expert rank's to change."""
 NONE_OF = ("a request of layer", "a token of expert")
 """Beginnings of the errors that name what is none of what was agreed on."""
@@ -32,9 +33,11 @@ class ExpertRank:
     def __init__(self) -> None:
         self._native = native()
         echo = SimpleNamespace(function=self._native.ECHO, context=0, with_team=0)
-        first, second = (HeldLayer(layer.hidden, torch.bfloat16, _computed) for layer in LAYERS)
+        first, second = (
+            HeldLayer(layer.hidden, torch.bfloat16, _computed, count=8) for layer in LAYERS
+        )
         self._layers = {
-            "native": HeldLayer(first.hidden, first.dtype, first.compute, call=echo),
+            "native": HeldLayer(first.hidden, first.dtype, first.compute, call=echo, count=8),
             "python": second,
         }
         geometry = Geometry.of(LAYERS, ranks=RANKS, tokens=TOKENS, dtype=torch.bfloat16)

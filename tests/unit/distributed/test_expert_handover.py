@@ -330,14 +330,16 @@ def test_rows_that_fill_a_captured_step_up_have_no_experts() -> None:
     signals._rows = torch.arange(8).unsqueeze(1)
     signals._is_token = torch.ones(8, 1, dtype=torch.bool)
     signals._none = torch.tensor(-1, dtype=torch.int32)
+    signals._mark, signals._every = torch.zeros(1, dtype=torch.int32), 0
     ids = torch.arange(12, dtype=torch.int32).view(4, 3)
     for given in (ids, ids.long()):
         to = torch.zeros(8, 3, dtype=torch.int32)
-        signals.begin_step(8)
+        signals.begin_step(8, 1)
         signals.write_ids(given, to[:4])
         assert torch.equal(to[:4], ids)
         # A step of three tokens, captured for four.
-        signals.begin_step(3)
+        signals.begin_step(3, 3)
+        assert signals._mark.tolist() == [3]
         signals.write_ids(given, to[:4])
         assert torch.equal(to[:3], ids[:3])
         assert to[3:].tolist() == [[-1] * 3] + [[0] * 3] * 4
@@ -378,7 +380,7 @@ def test_an_expert_rank_serves_what_its_memory_has_room_for() -> None:
 
     def receiver(**other: Any) -> Any:
         made = module.Receiver()
-        layer = (module.ECHO, 0, LAYERS[0].hidden, LAYERS[0].chosen)
+        layer = (module.ECHO, 0, LAYERS[0].hidden, LAYERS[0].chosen, 8)
         made.add(**{
             "memory": words.data_ptr(), "ranks": 2, "rank": 0, "connection": ours.fileno(),
             "x": x.data_ptr(), "ids": ids.data_ptr(), "weights": weights.data_ptr(),
@@ -412,10 +414,15 @@ def test_whatever_another_process_writes_is_answered_or_named() -> None:
     for _ in range(400):
         near = rng.choice((0, 1, 2, 5, 6, 2**20 - 1)) << 12 | rng.choice((0, 1, 2, 3, 4095))
         request = rng.choice((0, near, near, near, near, rng.getrandbits(32)))
-        words = [rng.getrandbits(32), request, *(rng.getrandbits(32) for _ in range(5))]
+        words = [
+            rng.getrandbits(32),
+            request,
+            *(rng.getrandbits(32) for _ in range(5)),
+            rng.getrandbits(rng.choice((1, 2, 32))),
+        ]
         experts = (rng.choice((-1, 0, 7, 2**16 - 1, 2**16, -(2**31), 2**31 - 1)) for _ in range(15))
-        content = struct.pack("7I15i", *words, *experts) + rng.randbytes(rng.randrange(120))
-        found[re.sub(r"-?\d+", "N", rank.serve(content[: rng.choice((28, 40, 500))]))] += 1
+        content = struct.pack("8I15i", *words, *experts) + rng.randbytes(rng.randrange(120))
+        found[re.sub(r"-?\d+", "N", rank.serve(content[: rng.choice((32, 44, 500))]))] += 1
     rank.close()
     request = "a request of layer N for N tokens is none that was agreed on"
     assert found.keys() == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from placement.cluster.layout import Layout
 from ray_hetero.names import actor_name, board_name, is_board
 from ray_hetero.observability import status_board
 from ray_hetero.observability.engine_info import EngineInfo, info_of
+from ray_hetero.observability.slot_forecast import SlotForecast
 from ray_hetero.observability.status import EngineStatus
 from ray_hetero.observability.status_board import RankReport, StatusBoard
 from ray_hetero.observability.step_clock import StepTotals
@@ -115,12 +117,13 @@ def test_expert_ranks_are_shown_with_what_they_read(clock: Any) -> None:
     seats = assign(layout, [node("alpha", sockets=2, gpus=1)], expert_ranks=2)
     world = World(layout, seats[:1], (8,), seats[1:], expert_layers=3)
     board = StatusBoard(info_of("1a2b3", "models/tiny", LayerPlan(world, None), None))
+    slots = (SlotForecast(10, 0.55, 1.5, 9.0, 6.0, 8.5), SlotForecast(25, 0.7, 1.0, 9.0, 5.0, 7.5))
     for clock.now, steps in ((100, 0), (102, 10)):
         totals = StepTotals(
             steps=steps, tokens=steps, busy_s=0.006 * steps, waiting_s=0.003 * steps,
             expert_layers=3 * steps, experts_read=24 * steps,
         )  # fmt: skip
-        board.report(RankReport(1, 4712, 3 << 30, 0, totals, 0.0))
+        board.report(RankReport(1, 4712, 3 << 30, 0, totals, 0.0, slots if steps else ()))
     engine = EngineStatus(board.read(), ADDRESS)
     assert [rank.info.kind for rank in engine.ranks] == ["gpu", "experts", "experts"]
     console = Console(width=180, force_terminal=False)
@@ -135,6 +138,13 @@ def test_expert_ranks_are_shown_with_what_they_read(clock: Any) -> None:
     assert (found["stage"], found["recent_experts_read"]) == (None, 24)
     assert found["recent_layer_ms"] == pytest.approx(2)
     assert found["recent_layer_waiting_ms"] == pytest.approx(1)
+    assert found["slots"][1] == {
+        "percent": 25, "hit_share": 0.7, "copies": 1.0, "step_ms": 9.0, "slots_ms": 5.0,
+        "layers_ms": 7.5,
+    }  # fmt: skip
+    line = "GPU slots for 10, 25 % of each layer's experts would hold 55, 70 % of those read"
+    assert line in shown.get()
+    assert line in html.unescape(engine._repr_html_())
     assert "24.0 a step" not in str(totals)
     assert "6.00 ms computing experts of 3.0 layers, 8.0 experts read a layer" in str(totals)
 

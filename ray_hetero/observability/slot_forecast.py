@@ -1,0 +1,96 @@
+"""Slots for experts in a GPU's memory: what they would save, from what an expert rank reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from placement.plan.expert_slots import (
+    SlotCounts,
+    SlotRates,
+    step_with_layers,
+    step_with_slots,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ray_hetero.observability.step_clock import StepTotals
+
+PERCENTS = (5, 10, 25)
+"""Sizes of the slots in hundredths of a layer's experts, as csrc/handover/shadow.h has them."""
+
+
+@dataclass(frozen=True)
+class SlotForecast:
+    """Slots of one size."""
+
+    percent: int
+    """Hundredths of each layer's experts."""
+    hit_share: float
+    """Share of the experts read that slots would have held."""
+    copies: float
+    """Experts that would have been copied into slots in a step, behind it."""
+    step_ms: float
+    """Measured time of a step without slots."""
+    slots_ms: float | None
+    """Predicted time of a step with slots; None where nothing is known of the GPU."""
+    layers_ms: float | None
+    """The same with the experts of whole layers in as much memory."""
+
+    @classmethod
+    def of(cls, totals: StepTotals, rates: SlotRates | None) -> tuple[SlotForecast, ...]:
+        """Forecasts of all sizes; none where no step was counted.
+
+        Args:
+            totals: of an expert rank.
+            rates: of the GPU; None where nothing is known of it.
+
+        """
+        if not totals.slot_steps or not totals.slot_experts:
+            return ()
+        return tuple(cls._of(totals, rates, percent) for percent in PERCENTS)
+
+    @classmethod
+    def _of(cls, totals: StepTotals, rates: SlotRates | None, percent: int) -> SlotForecast:
+        steps = totals.slot_steps
+        counts = SlotCounts(
+            computing_s=totals.slot_computing_s / steps,
+            others_s=totals.slot_waiting_s / steps,
+            layers=totals.slot_layers / steps,
+            read=totals.slot_experts / steps,
+            hits=getattr(totals, f"slot_hits_{percent}") / steps,
+            copies=getattr(totals, f"slot_copies_{percent}") / steps,
+        )
+        return cls(
+            percent,
+            counts.hits / counts.read,
+            counts.copies,
+            1000 * (counts.computing_s + counts.others_s),
+            None if rates is None else 1000 * step_with_slots(counts, rates),
+            None if rates is None else 1000 * step_with_layers(counts, rates, percent / 100),
+        )
+
+
+def described(forecasts: Sequence[SlotForecast]) -> str:
+    """One line for people.
+
+    Args:
+        forecasts: of one rank, at least one.
+
+    """
+
+    def listed(values: Sequence[float], digits: int) -> str:
+        return ", ".join(f"{value:.{digits}f}" for value in values)
+
+    percents = listed([one.percent for one in forecasts], 0)
+    shares = listed([100 * one.hit_share for one in forecasts], 0)
+    line = f"GPU slots for {percents} % of each layer's experts would hold {shares} % of those read"
+    slots = [one.slots_ms for one in forecasts if one.slots_ms is not None]
+    layers = [one.layers_ms for one in forecasts if one.layers_ms is not None]
+    if not slots:
+        return line
+    return (
+        f"{line}; a step of {forecasts[0].step_ms:.2f} ms is predicted to take {listed(slots, 2)} "
+        f"ms with them, and {listed(layers, 2)} ms with whole layers in as much memory"
+    )
