@@ -14,6 +14,8 @@ EXECUTOR_PATH = "ray_hetero.executor.HeteroExecutor"
 INSTEAD_OF = "RAY_HETERO_INSTEAD_OF"
 """Variable that names a backend of vLLM's for which this one stands in, where a launcher chooses it
 by itself."""
+OF_A_PATCH = "VLLM_HETEROGENEOUS_PLATFORM"
+"""Variable that turned on a patched vLLM with GPU and CPU ranks; nothing here reads it."""
 PREFIX = "ray_hetero-"
 BOARD = "-status"
 

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ray_hetero.log import logger
-from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF
+from ray_hetero.names import BACKEND, EXECUTOR_PATH, INSTEAD_OF, OF_A_PATCH
 from ray_hetero.supported import TRIED_VLLM, installed_vllm, is_supported, supported_releases
 
 if TYPE_CHECKING:
@@ -31,9 +31,22 @@ def register() -> None:
             supported_releases(), installed, TRIED_VLLM, TRIED_VLLM,
         )  # fmt: skip
         return
+    _name_the_flag()
     from ray_hetero.compat.engine import engine_args
 
     engine_args.teach_backend_name(is_ours, prepare)
+
+
+def _name_the_flag() -> None:
+    """Tell who comes from a patched vLLM what turns this backend on; once, as no process that this
+    one starts gets the variable.
+    """
+    value = os.environ.pop(OF_A_PATCH, "0")
+    if value not in ("", "0"):
+        logger.warning(
+            "%s=%s has no effect: GPUs and CPU sockets form one engine with "
+            "--distributed-executor-backend %s", OF_A_PATCH, value, BACKEND,
+        )  # fmt: skip
 
 
 def is_ours(backend: object) -> bool:

@@ -6,6 +6,7 @@ Ranks are numbered stage by stage.  Where all stages have one size this is the o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -153,7 +154,11 @@ def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
         f"({plural(sockets // size, 'stage')})."
     )
     if gpus + sockets >= world:
-        return f'{message} Name the stages yourself, for example "layout": [["gpu", "cpu"], …].'
+        written = json.dumps({"ray_hetero": {"layout": _mixed_stages(stages, size, gpus)}})
+        return (
+            f"{message} Leave the sizes out, and stages are chosen, or name stages of both kinds: "
+            f"--additional-config '{written}'"
+        )
     on_sockets = (stages - gpus // size) * size
     shares = -(-on_sockets // sockets) if sockets else 0
     if shares:
@@ -164,6 +169,12 @@ def _too_few(stages: int, size: int, gpus: int, sockets: int) -> str:
             f'{{"ranks_per_socket": {shares}}}}}}}\''
         )
     return f"{message} Ask for at most {plural(gpus, 'rank')}."
+
+
+def _mixed_stages(stages: int, size: int, gpus: int) -> list[list[str]]:
+    """Stages with as many GPUs as there are, the last stages first; sockets are the other ranks."""
+    kinds = (["gpu"] * gpus + ["cpu"] * (stages * size))[: stages * size]
+    return [kinds[first : first + size] for first in range(0, stages * size, size)][::-1]
 
 
 def divides_heads(size: int, heads: int, kv_heads: int) -> bool:

@@ -81,6 +81,8 @@ DEPLOYMENT = "docs/deployment.md"
 MONITORING = "docs/watching.md"
 RAY_SERVE = "docs/ray-serve.md"
 API = "docs/api.md"
+PATCHED = "docs/patched-vllm.md"
+PATCHED_KOREAN = "docs/patched-vllm.ko.md"
 BENCHMARKS = "docs/benchmarks/index.md"
 NUMA = "docs/numa-qemu.md"
 
@@ -158,6 +160,11 @@ NOT_RUN = {
     Block(CONFIGURATION, "yaml-language-server"): "is for an editor",
     Block(DEPLOYMENT, "docker build"): "needs Docker, and a GPU",
     Block(DEPLOYMENT, "sudo systemctl"): NEEDS_ROOT,
+    **{
+        Block(page, "opt-125m --distributed-executor-backend ray_hetero" + end): NEEDS_GPU
+        for page in (PATCHED, PATCHED_KOREAN)
+        for end in ("\n", " \\")
+    },
     Block(MONITORING, "serving llama, started"): EXAMPLE,
     Block(MONITORING, "(rank 1 gpu node-a"): EXAMPLE,
     Block(RAY_SERVE, "pip install 'ray[serve]'"): "needs a package index",

@@ -171,6 +171,7 @@ WRITERS = {
     "ray_hetero.cli.connection": "a token that lies where Ray looks for one",
     "ray_hetero.compat.engine.engine_environment": "variables that vLLM reads, taken back",
     "ray_hetero.compat.worker.layer_partition": "the layers of each stage, for vLLM",
+    "ray_hetero.plugin": "a patched vLLM's variable, of which no other process is to speak",
     "ray_hetero.runtime.credentials": "secrets, kept from processes that are being started",
     "ray_hetero.runtime.exit_reason": "where the engine's process leaves why it ended",
     "ray_hetero.runtime.heartbeat": "where a command's engines and API servers meet",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -59,9 +60,18 @@ def test_the_remedy_for_too_few_sockets_satisfies_auto_too(gpus: int) -> None:
     assert auto_layout(4, 2, gpus, int(shares[1])).tensor_parallel_size == 2
 
 
-def test_devices_that_fill_no_stage_of_one_kind_ask_for_a_written_layout() -> None:
-    with pytest.raises(LayoutError, match="Name the stages yourself"):
-        auto_layout(1, 2, 1, 1)
+@pytest.mark.parametrize(
+    ("stages", "ranks", "gpus", "sockets", "made"),
+    [(1, 4, 2, 2, ["ggcc"]), (1, 2, 1, 1, ["gc"]), (3, 2, 3, 3, ["cc", "gc", "gg"])],
+)
+def test_devices_that_fill_no_stage_of_one_kind_get_a_layout_of_both(
+    stages: int, ranks: int, gpus: int, sockets: int, made: list[str]
+) -> None:
+    with pytest.raises(LayoutError, match="Leave the sizes out") as caught:
+        auto_layout(stages, ranks, gpus, sockets)
+    written = str(caught.value).partition("--additional-config '")[2].rstrip("'")
+    asked = json.loads(written)["ray_hetero"]["layout"]
+    assert given_layout(asked, stages, ranks, gpus, sockets) == layout(*made)
 
 
 def test_a_given_layout_keeps_its_order() -> None:
