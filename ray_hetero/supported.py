@@ -10,9 +10,9 @@ SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
 """Minor releases, oldest first, and the release of each that the contract tests compare with."""
 
 UNTRIED = ("0.33",)
-"""Supported minor releases that only the contract tests compare: no engine has run with them."""
+"""Supported minor releases with which engines have run on CPUs only."""
 TRIED_VLLM = next(minor for minor in SUPPORTED_VLLM if minor not in UNTRIED)
-"""Oldest supported minor release with which engines have run, which messages recommend."""
+"""Oldest supported minor release with which all tests have run, which messages recommend."""
 
 
 def installed_vllm() -> str:
@@ -31,7 +31,7 @@ def is_supported(vllm_version: str) -> bool:
 
 
 def is_untried(vllm_version: str) -> bool:
-    """Whether no engine has run with that supported release yet."""
+    """Whether engines have run with that supported release on CPUs only."""
     return _minor(vllm_version) in map(_minor, UNTRIED)
 
 

@@ -116,11 +116,11 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
 
 def _say_if_untried() -> None:
-    """Warn of a supported vLLM with which no engine has run."""
+    """Warn of a supported vLLM with which no engine has run on GPUs."""
     if is_untried(release := installed_vllm()):
         logger.warning(
-            "vLLM %s: only its names are compared with those that ray_hetero uses, and no engine "
-            "has run with it. Compare its answers, or type: pip install 'vllm==%s.*'",
+            "vLLM %s: engines of ray_hetero have run with it on CPUs only. Compare its answers, "
+            "or type: pip install 'vllm==%s.*'",
             release, TRIED_VLLM,
         )  # fmt: skip
 
