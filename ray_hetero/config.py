@@ -193,6 +193,12 @@ class ExpertsConfig(_Section):
     prefill_gpu_gib: Gibibytes | Auto = "auto"
     """Memory of each GPU, in GiB, for experts that are being read; auto is 1 GiB, or the size of
     one expert if that is more."""
+    trace: str = ""
+    """Path of a file on the node of the expert ranks, into which the first of them writes the
+    experts that tokens have chosen, in steps of up to 64 tokens; empty for none. The file is
+    replaced."""
+    trace_mib: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Largest size of that file, in MiB; it ends when it is reached."""
 
 
 class WorkloadConfig(_Section):

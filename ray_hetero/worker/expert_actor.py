@@ -14,11 +14,13 @@ import copy
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
+from placement.units import MIB
 from ray_hetero.compat.worker import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_offers import give
@@ -26,6 +28,7 @@ from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.stage_experts import are_remote
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
+from ray_hetero.observability.route_trace import RouteWriter, TracedLayer
 from ray_hetero.observability.slot_forecast import SlotForecast, described
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
@@ -105,11 +108,38 @@ class ExpertActor:
         lead_from_first_core(self._rank.threads)
         engine, seat = self._rank.shared.instance_id, self._rank.seat
         labels = labels_of(engine, seat.rank, None, "experts", seat.node_name)
+        self._trace = self._begun_trace()
         with RankReporter(engine, self._report, RayMetrics(labels)):
             self._service.serve()
 
+    def _begun_trace(self) -> RouteWriter | None:
+        """Begin the file of the experts that tokens choose; None where none is asked for.
+
+        Raises:
+            ConfigError: it cannot be written.
+
+        """
+        experts = self._rank.engine.config.experts
+        # All expert ranks see the same tokens.
+        if not experts.trace or self._rank.seat.tensor_rank:
+            return None
+        assert self._service is not None
+        layers = [TracedLayer(one.name, n, one.chosen) for one, n in self._service.layers]
+        writer = RouteWriter(Path(experts.trace), layers, experts.trace_mib * MIB)
+        self._service.keep_routes()
+        return writer
+
+    def _write_trace(self) -> None:
+        assert self._service is not None
+        if self._trace is None or self._trace.is_full:
+            return
+        self._trace.add(*self._service.take_routes(close=False))
+        if self._trace.is_full:
+            self._service.take_routes(close=True)
+
     def _report(self) -> RankReport:
         assert self._service is not None
+        self._write_trace()
         found = self._service.totals
         slots = {name: value for name, value in found.items() if name.startswith("slot_")}
         totals = StepTotals(

@@ -155,7 +155,11 @@ NOT_RUN = {
     Block(SPECULATION, "--case drafts"): MEASURES,
     Block(SPECULATION, "rows cost 1.00"): EXAMPLE,
     Block(SPECULATION, "598 of them verified drafts"): EXAMPLE,
-    Block(EXPERTS, "vllm serve MODEL"): SAME,
+    Block(EXPERTS, "ray_hetero\n"): SAME,
+    Block(
+        EXPERTS, "expert_slots.py --trace"
+    ): "tests/cluster/test_expert_ranks.py writes such a file",
+    Block(EXPERTS, "GPU slots for 5, 10, 25 %"): EXAMPLE,
     Block(EXPERTS, "experts rank 1: 412 steps"): EXAMPLE,
     Block(CONFIGURATION, "yaml-language-server"): "is for an editor",
     Block(DEPLOYMENT, "docker build"): "needs Docker, and a GPU",

@@ -32,6 +32,7 @@ from lora_adapters import write_adapter, write_merged
 from transformers import PreTrainedTokenizerFast
 
 from ray_hetero.cli.demo.model import DemoShape
+from ray_hetero.observability.route_trace import RouteTrace
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -86,12 +87,20 @@ def compared(
     return expected, [one for (one,) in found], (directory / "log").read_text()
 
 
-def test_greedy_tokens_are_those_of_stock(scene: Scene, logs: Path, model: Model) -> None:
-    path = model("mixtral", "f32")
-    runs = [arguments(path, ONE, {"ranks": 2})]
+def test_greedy_tokens_are_those_of_stock(
+    scene: Scene, logs: Path, model: Model, tmp_path: Path
+) -> None:
+    path, routes = model("mixtral", "f32"), tmp_path / "routes"
+    runs = [arguments(path, ONE, {"ranks": 2, "trace": str(routes)})]
     expected, (ours,), log = compared(scene, logs / "mixtral", path, runs)
     assert tokens(ours) == tokens(expected)
     assert "experts of 4 layers are computed by rank 1 (experts, socket" in log
+    # The last seconds are missing, but steps of warm-up would have been first.
+    trace = RouteTrace.read(routes)
+    assert len(trace.layers) == 4
+    assert trace.records
+    assert all(layer == at % 4 for at, (layer, _) in enumerate(trace.records))
+    assert all(rows.max() < trace.layers[0].experts for _, rows in trace.records)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from contenders import (  # noqa: E402
     with_gpu,
 )
 from engine_run import Point, Timeline, figures, forced_drafts  # noqa: E402
+from expert_slots import ROUTINGS, of_text, replayed  # noqa: E402
 from expert_weights import VARIANTS, BlockScaled, Shape, fp8_experts_of  # noqa: E402
 from family_steps import ratios  # noqa: E402
 from floor import cpu_ticks, stolen_share  # noqa: E402
@@ -587,3 +588,22 @@ def test_gaps_of_an_arriving_prompt_are_those_of_the_middle_round() -> None:
     assert (name, usual) == ("ours", 40.0)
     assert [ms for _, ms in gaps] == [50.0, 200.0, 40.0]
     assert [end for end, _ in gaps] == pytest.approx([0.05, 0.25, 0.29])
+
+
+def test_made_up_routing_is_as_uneven_as_it_says() -> None:
+    options = Namespace(experts=64, chosen=4, layers=2, steps=300, exponent=1.2, stay=0.9, memory=2)
+    found = {name: replayed(made(options, 1), [64, 64]) for name, made in ROUTINGS.items()}
+    for row in found.values():
+        assert (row["steps_of_layers"], row["read"]) == (600, 4)
+    # A quarter of the experts; what is chosen again and again, or mostly, is found more often.
+    assert 0.15 < found["even"]["held_25"] < 0.3
+    assert found["zipf"]["held_25"] > 0.5
+    assert found["sticky"]["held_25"] > 0.6
+    assert found["sticky"]["copies_25"] < found["even"]["copies_25"]
+
+
+def test_requests_of_a_text_continue_its_parts() -> None:
+    routing = np.arange(24).reshape(2, 6, 2)
+    steps = [(layer, chosen.tolist()) for layer, chosen in of_text(routing, 2)]
+    assert steps[:2] == [(0, [[0, 1], [6, 7]]), (1, [[12, 13], [18, 19]])]
+    assert len(steps) == 6
