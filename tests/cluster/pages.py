@@ -134,6 +134,9 @@ MEASURES = "measures for minutes or longer; its options are compared with those 
 NOT_RUN = {
     Block(README, "ray-hetero install-cpu-kernels"): NEEDS_GPU,
     Block(INSTALLATION, "pip install '.[cuda]'\n"): NEEDS_GPU,
+    Block(INSTALLATION, "install-cpu-kernels --build"): (
+        "compiles for an hour; tests/unit/compat/test_cpu_site_build.py builds a small wheel so"
+    ),
     Block(INSTALLATION, "ray start --head"): SAME,
     Block(INSTALLATION, "pip wheel"): "fetches the CUDA build of vLLM, some gigabytes",
     Block(INSTALLATION, "pip install 'dist/"): "tests/packaging installs the wheel",
@@ -161,6 +164,7 @@ NOT_RUN = {
     ): "tests/cluster/test_expert_ranks.py writes such a file",
     Block(EXPERTS, "GPU slots for 5, 10, 25 %"): EXAMPLE,
     Block(EXPERTS, "experts rank 1: 412 steps"): EXAMPLE,
+    Block(EXPERTS, "GPU slots for 5, 10, 25 %"): EXAMPLE,
     Block(CONFIGURATION, "yaml-language-server"): "is for an editor",
     Block(DEPLOYMENT, "docker build"): "needs Docker, and a GPU",
     Block(DEPLOYMENT, "sudo systemctl"): NEEDS_ROOT,
