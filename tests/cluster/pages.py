@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ARCHIVE = "docs/gpu-host/"
-"""Dated reports, whose commands were run for them."""
+ARCHIVE = ("docs/gpu-host/", "docs/recipes/")
+"""Dated reports, whose commands were run for them, and recipes, whose commands
+`tests/unit/docs/test_recipes.py` plans and parses."""
 
 
 def blocks(page: str) -> list[str]:

@@ -95,8 +95,10 @@ def test_every_page_is_on_the_site_and_on_its_first_page_or_the_archives() -> No
     top = {path.name for path in DOCS.glob("*.md")}
     assert top <= pages
     archive = {name for name in pages if name.startswith("gpu-host/2")}
+    recipes = {name for name in pages if name.startswith("recipes/")} - {"recipes/index.md"}
     linked = {link.partition("#")[0] for link in links(DOCS / "index.md")}
-    assert linked == pages - archive - {"index.md"}
+    assert linked == pages - archive - recipes - {"index.md"}
+    assert {f"recipes/{link}" for link in links(DOCS / "recipes" / "index.md")} == recipes
     reports = {link.partition("#")[0] for link in links(DOCS / "gpu-host" / "index.md")}
     assert {f"gpu-host/{link}" for link in reports} >= archive
 
