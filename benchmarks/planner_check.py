@@ -40,7 +40,9 @@ from placement.plan.stage_plan import Split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.cluster_measurements import reading_together
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.layer_plan import Threads, plan_layers
+from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.machine import Machine, Threads
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 
 ONE = Point(batch=1, prompt=1, output=4)
@@ -135,13 +137,13 @@ class Planner:
         config = self._more | {"layout": self._layout, "objective": objective}
         shape = shape_of(write_shape(self._shape, layers=layers), "bfloat16", "auto")
         return plan_layers(
-            HeteroConfig.model_validate(config | ({"layers": given} if given else {})),
-            [self._node],
-            replace(self._facts, shape=shape, hidden_layers=layers),
-            pipeline_parallel_size=len(self._layout),
-            tensor_parallel_size=len(self._layout[0]),
-            partition=None,
-            measure=self._bandwidth,
+            PlanRequest(
+                HeteroConfig.model_validate(config | ({"layers": given} if given else {})),
+                Machine((self._node,), self._bandwidth),
+                replace(self._facts, shape=shape, hidden_layers=layers),
+                len(self._layout),
+                len(self._layout[0]),
+            )
         )
 
     def split(

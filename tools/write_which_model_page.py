@@ -24,6 +24,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import facts_of_checkpoint
 from ray_hetero.planning.machine import Machine, described_machine
 from ray_hetero.planning.model_plan import ModelPlan, plan_model
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.quantise_first import FP8_IN_BLOCKS, INTEGERS_OF_4_BITS
 
 ROOT = DOCS.parent
@@ -81,7 +82,7 @@ def planned(model: str, form: str, machine: str) -> ModelPlan | None:
         config, shape_from_config(config), there.nodes, max_model_len=LENGTH
     )
     try:
-        return plan_model(model, there, facts, HeteroConfig())
+        return plan_model(model, PlanRequest(HeteroConfig(), there, facts))
     except DoesNotFitError:
         return None
 

@@ -35,6 +35,7 @@ from ray_hetero.planning.hub_headers import hub_model
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
 from ray_hetero.planning.model_sizes import sizes_of, with_caches
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.preflight.node_software import lacking_kernels
 from ray_hetero.preflight.unsupported_checkpoints import (
@@ -176,24 +177,26 @@ def plan(
         with _machine(topology, config, cluster=cluster) as machine:
             found = plan_model(
                 _name(model),
-                machine,
-                facts_of_checkpoint(
-                    content,
-                    shape,
-                    machine.nodes,
-                    dtype=computed,
-                    max_model_len=_length(max_model_len),
-                    max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens,
-                    gpu_memory_utilization=gpu_memory_utilization,
-                    drafter=drafter,
-                ),
-                config,
-                pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
-                tensor_parallel_size=tensor_parallel_size,
-                checkpoint=replace(
-                    CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
-                    lacks_kernels="" if topology or cluster else lacking_kernels(),
+                PlanRequest(
+                    config,
+                    machine,
+                    facts_of_checkpoint(
+                        content,
+                        shape,
+                        machine.nodes,
+                        dtype=computed,
+                        max_model_len=_length(max_model_len),
+                        max_num_seqs=max_num_seqs,
+                        max_num_batched_tokens=max_num_batched_tokens,
+                        gpu_memory_utilization=gpu_memory_utilization,
+                        drafter=drafter,
+                    ),
+                    pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
+                    tensor_parallel_size=tensor_parallel_size,
+                    checkpoint=replace(
+                        CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
+                        lacks_kernels="" if topology or cluster else lacking_kernels(),
+                    ),
                 ),
                 acceptance=acceptance,
                 quantised=quantised_forms(content, computed, kv_cache_dtype),

@@ -17,9 +17,12 @@ from ray_hetero.compat.worker import late_tokens, layer_partition
 from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
-from ray_hetero.planning import layer_plan, world_plan
+from ray_hetero.planning import world_plan
 from ray_hetero.planning.cluster_measurements import bandwidth_probe, rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
+from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.machine import Machine
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
@@ -154,18 +157,23 @@ class EnginePlanner:
         )
 
     def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:
-        parallel = self._vllm_config.parallel_config
+        parallel, timeout_s = self._vllm_config.parallel_config, self._config.placement.timeout_s
+        machine = Machine(
+            tuple(nodes),
+            bandwidth_probe(nodes, timeout_s),
+            measure_rows=rows_probe(nodes, self._config.cpu, timeout_s),
+        )
         try:
-            return layer_plan.plan_layers(
-                self._config,
-                nodes,
-                facts,
-                pipeline_parallel_size=parallel.pipeline_parallel_size,
-                tensor_parallel_size=parallel.tensor_parallel_size,
-                partition=self._partition,
-                measure=bandwidth_probe(nodes, self._config.placement.timeout_s),
-                turn=self._turn,
-                measure_rows=rows_probe(nodes, self._config.cpu, self._config.placement.timeout_s),
+            return plan_layers(
+                PlanRequest(
+                    self._config,
+                    machine,
+                    facts,
+                    parallel.pipeline_parallel_size,
+                    parallel.tensor_parallel_size,
+                    self._partition,
+                    self._turn,
+                )
             )
         except LayoutError as error:
             if self._external is None:

@@ -32,6 +32,7 @@ from ray_hetero.planning.engine_facts import (
 from ray_hetero.planning.expert_ranks import with_expert_ranks
 from ray_hetero.planning.layout_choice import Choice, choose_layout, config_of
 from ray_hetero.planning.machine import Machine
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.preflight.node_software import lacking_kernels
@@ -128,9 +129,8 @@ def _choose(
 
     def choose(facts: EngineFacts) -> Choice:
         return choose_layout(
-            config, machine.nodes, facts, measure=machine.measure, checkpoint=checkpoint,
-            engines=engines, measure_rows=machine.measure_rows,
-        )  # fmt: skip
+            PlanRequest(config, machine, facts, checkpoint=checkpoint), engines=engines
+        )
 
     def plan(facts: EngineFacts) -> LayerPlan:
         found = choose(facts).chosen.plan

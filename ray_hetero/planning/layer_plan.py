@@ -7,16 +7,14 @@ The user's own layers win.  Worlds of one kind get equal shares; worlds of both 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from placement.cluster.assignment import ALONE, Node, Seat, Turn
+from placement.cluster.assignment import Seat
 from placement.cluster.layout import Layout
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
-from placement.plan.devices import Links, StageDevices, stages_of
 from placement.plan.split import RankPlan, Split
-from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE, EngineFacts
 from ray_hetero.planning.expert_ranks import (
     asked_layers,
@@ -24,19 +22,11 @@ from ray_hetero.planning.expert_ranks import (
     check_experts,
     check_room,
     sockets_for_experts,
-    with_expert_buffer,
-    with_expert_ranks,
 )
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
-from ray_hetero.planning.prompt_gpus import (
-    can_fuse,
-    has_whole_layers,
-    prompt_gpu_bytes,
-    with_prompt_gpus,
-)
-from ray_hetero.planning.rank_devices import can_read_experts, expert_devices, rank_devices
-from ray_hetero.planning.seat_devices import Described, UnknownDeviceError
-from ray_hetero.planning.socket_rows import MeasureRows
+from ray_hetero.planning.rank_devices import stage_devices
+from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.planning.split_search import SplitSearch
 from ray_hetero.planning.world_plan import (
     KV_ROUNDS,
@@ -52,43 +42,10 @@ NOTHING_LEFT = (
     "experts.ranks is {}, but the experts of all layers fit on the GPUs: no expert rank is "
     "started. experts.layers says of how many layers they are to lie there"
 )
-Threads = Mapping[int, Sequence[int]]
-Measure = Callable[[Sequence[Seat], Threads], Mapping[int, float]]
-"""Bytes per second of each CPU rank that can be measured, by rank."""
 
 
-def plan_layers(
-    config: HeteroConfig,
-    nodes: Sequence[Node],
-    facts: EngineFacts,
-    *,
-    pipeline_parallel_size: int,
-    tensor_parallel_size: int,
-    partition: str | None,
-    measure: Measure,
-    turn: Turn = ALONE,
-    described: Described | None = None,
-    links: Links | None = None,
-    measure_rows: MeasureRows | None = None,
-    explained: bool = True,
-) -> LayerPlan:
+def plan_layers(request: PlanRequest) -> LayerPlan:
     """Decide devices, order of the stages and layers of each.
-
-    Args:
-        config: the user's configuration.
-        nodes: the cluster.
-        facts: the model and the engine.
-        pipeline_parallel_size: stages.
-        tensor_parallel_size: ranks of a stage.
-        partition: VLLM_PP_LAYER_PARTITION, if set.
-        measure: measures what neither the configuration nor the model of a device tells.
-        turn: the engine's place among those that start together.
-        described: what a description of the cluster says of a seat's device.
-        links: the ways between ranks; None is what is assumed of them.
-        measure_rows: measures what several rows cost CPU ranks; called only where drafts are to be
-            verified.
-        explained: whether an error says by how much a model does not fit, which takes many times
-            as long as planning.
 
     Raises:
         LayoutError: there are too few devices.
@@ -97,33 +54,17 @@ def plan_layers(
         DoesNotFitError: no split fits, or the experts do not fit into the sockets for them.
 
     """
-    if config.experts.ranks == "auto":
-
-        def with_ranks(number: int) -> LayerPlan:
-            return plan_layers(
-                with_expert_ranks(config, number),
-                nodes,
-                facts,
-                pipeline_parallel_size=pipeline_parallel_size,
-                tensor_parallel_size=tensor_parallel_size,
-                partition=partition,
-                measure=measure,
-                turn=turn,
-                described=described,
-                links=links,
-                measure_rows=measure_rows,
-                explained=explained,
-            )
-
-        return _where_needed(with_ranks, with_chosen_sockets(config.cpu, nodes), facts)
-    facts = facts.in_world(pipeline_parallel_size * tensor_parallel_size)
+    if request.config.experts.ranks == "auto":
+        return _with_experts_where_needed(request)
+    request = replace(request, facts=request.facts.in_world(request.world_size))
+    config, facts = request.config, request.facts
     world = plan_world(
         config,
-        nodes,
-        pipeline_parallel_size=pipeline_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-        layers=_shares(config, facts, pipeline_parallel_size, partition),
-        turn=turn,
+        request.machine.nodes,
+        pipeline_parallel_size=request.pipeline_parallel_size,
+        tensor_parallel_size=request.tensor_parallel_size,
+        layers=_shares(request),
+        turn=request.turn,
     )
     cpus = [seat for seat in world.members if seat.kind == "cpu"]
     of_nodes = Counter(seat.node_id for seat in cpus)
@@ -135,55 +76,40 @@ def plan_layers(
         remote = asked_layers(config.experts, facts.hidden_layers)
         # All of them, where nothing is known to plan by.
         world = replace(world, expert_layers=facts.hidden_layers if remote is None else remote)
-    is_given = config.layers != "auto" or bool(partition)
-    return _plan_stages(
-        config, world, nodes, facts, threads, measure, measure_rows, described, links,
-        explained=explained, is_given=is_given,
-    )  # fmt: skip
+    return _plan_stages(request, world, threads)
 
 
-def _shares(
-    config: HeteroConfig, facts: EngineFacts, stages: int, partition: str | None
-) -> tuple[int, ...]:
+def _shares(request: PlanRequest) -> tuple[int, ...]:
     """Layers of each stage, where nothing is planned."""
+    facts = request.facts
     barred = frozenset[int]() if facts.shape is None else facts.shape.barred
-    return split_layers(config, facts.hidden_layers, stages, partition, barred)
+    stages = request.pipeline_parallel_size
+    return split_layers(request.config, facts.hidden_layers, stages, request.partition, barred)
 
 
-def _where_needed(
-    with_ranks: Callable[[int], LayerPlan], nodes: Sequence[Node], facts: EngineFacts
-) -> LayerPlan:
+def _with_experts_where_needed(request: PlanRequest) -> LayerPlan:
     """The plan with all sockets as expert ranks, or without where the GPUs hold the model alone."""
-    alone = with_ranks(0)
-    if facts.shape is None or not (alone.is_too_large and alone.world.is_stock):
+    shape, nodes = request.facts.shape, request.machine.nodes
+    alone = plan_layers(request.with_experts(0))
+    if shape is None or not (alone.is_too_large and alone.world.is_stock):
         return alone
-    sockets = sockets_for_experts(nodes, alone.world.layout.count("gpu"), facts.shape)
-    return with_ranks(sockets) if sockets else alone
+    free = with_chosen_sockets(request.config.cpu, nodes)
+    sockets = sockets_for_experts(free, alone.world.layout.count("gpu"), shape)
+    return plan_layers(request.with_experts(sockets)) if sockets else alone
 
 
 def _plan_stages(
-    config: HeteroConfig,
-    world: World,
-    nodes: Sequence[Node],
-    facts: EngineFacts,
-    threads: dict[int, tuple[int, ...]],
-    measure: Measure,
-    measure_rows: MeasureRows | None,
-    described: Described | None,
-    links: Links | None,
-    *,
-    explained: bool,
-    is_given: bool,
+    request: PlanRequest, world: World, threads: dict[int, tuple[int, ...]]
 ) -> LayerPlan:
+    facts = request.facts
+    is_given = request.config.layers != "auto" or bool(request.partition)
     is_chosen = world.has_cpu and not world.is_cpu_only and not is_given
     if facts.shape is None:
         unknown = facts.why_no_shape
         warning = _equal(unknown) if is_chosen else ""
         return LayerPlan(world, None, warning=warning, unknown=unknown, threads=threads)
     try:
-        stages = _stages(
-            config, world, nodes, facts, threads, measure, measure_rows, described, links
-        )
+        stages = stage_devices(request, world, threads)
     except UnknownDeviceError as error:
         warning = _equal(str(error)) if is_chosen else ""
         expert_bytes = _expert_bytes(world, facts.shape.with_remote_experts(world.expert_layers))
@@ -191,9 +117,9 @@ def _plan_stages(
             world, None, warning=warning, unknown=str(error), threads=threads,
             expert_bytes=expert_bytes,
         )  # fmt: skip
-    search = SplitSearch(config, facts, facts.shape, stages, links, explained)
+    search = SplitSearch(request, facts.shape, stages)
     if world.experts:
-        return _beside_experts(config, world, search, threads)
+        return _beside_experts(world, search, threads)
     if is_chosen:
         split = search.best()
         moved = enumerate(_moved(world, split))
@@ -203,10 +129,7 @@ def _plan_stages(
 
 
 def _beside_experts(
-    config: HeteroConfig,
-    world: World,
-    search: SplitSearch,
-    threads: Mapping[int, tuple[int, ...]],
+    world: World, search: SplitSearch, threads: Mapping[int, tuple[int, ...]]
 ) -> LayerPlan:
     """The plan of GPU stages with expert ranks beside them; without where nothing is left to these.
 
@@ -218,7 +141,7 @@ def _beside_experts(
     with_experts: SplitSearch | None = replace(
         search, shape=search.shape.with_remote_experts(layers)
     )
-    if asked_layers(config.experts, layers) is None:
+    if asked_layers(search.request.config.experts, layers) is None:
         with_experts = search.with_fewest_remote_experts(world.layers) or with_experts
     assert with_experts is not None
     remote = [layer.index for layer in with_experts.shape.layers if layer.remote]
@@ -248,7 +171,7 @@ def _priced(world: World, search: SplitSearch, threads: Mapping[int, tuple[int, 
         split = search.priced(world.layers)
     except DoesNotFitError as error:
         return LayerPlan(world, None, warning=str(error), is_too_large=True, threads=threads)
-    return _planned((world, split), search.facts, threads)
+    return _planned((world, split), search.request.facts, threads)
 
 
 def _equal(reason: str) -> str:
@@ -271,59 +194,6 @@ def _kv_limit(rank: RankPlan, split: Split, facts: EngineFacts) -> int:
     useful = KV_ROUNDS * facts.max_num_seqs * blocks * CPU_BLOCK_SIZE
     share = split.kv_tokens * int(KV_SHARE_OF_FREE * rank.kv_room) // rank.kv_bytes
     return min(useful, max(share, facts.max_model_len))
-
-
-def _stages(
-    config: HeteroConfig,
-    world: World,
-    nodes: Sequence[Node],
-    facts: EngineFacts,
-    threads: Threads,
-    measure: Measure,
-    measure_rows: MeasureRows | None,
-    described: Described | None,
-    links: Links | None,
-) -> tuple[StageDevices, ...]:
-    has_sockets = world.has_cpu or bool(world.experts)
-    known = config.cpu.bandwidth_gb_s is not None or not has_sockets
-    bandwidth = {} if known else measure(world.members, threads)
-    verifies = facts.drafter is not None and facts.is_bf16 and has_sockets
-    row_costs = measure_rows(world.members, threads) if verifies and measure_rows else {}
-    is_whole = has_whole_layers(config, facts, world)
-    devices = rank_devices(
-        config,
-        world.seats,
-        nodes,
-        threads=threads,
-        bandwidth=bandwidth,
-        gpu_share=config.gpu.memory_utilization or facts.gpu_memory_utilization,
-        prompt_gpu_bytes=prompt_gpu_bytes(facts, world, is_whole=is_whole),
-        prompts_by_stage=is_whole,
-        is_eager=facts.is_eager,
-        is_bf16=facts.is_bf16,
-        can_fuse=can_fuse(facts),
-        described=described,
-        row_costs=row_costs,
-    )
-    experts = expert_devices(
-        config,
-        world.experts,
-        nodes,
-        threads=threads,
-        bandwidth=bandwidth,
-        is_bf16=facts.is_bf16,
-        described=described,
-        row_costs=row_costs,
-    )
-    stages = with_prompt_gpus(stages_of(devices, world.layout.sizes), config, facts, world, nodes)
-    stages = tuple(replace(stage, experts=experts) for stage in stages)
-    assert facts.shape is not None
-    if not (experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16)):
-        return stages
-    tokens = facts.max_num_batched_tokens
-    return tuple(
-        with_expert_buffer(stage, config.experts, facts.shape, tokens, links) for stage in stages
-    )
 
 
 def _moved(world: World, split: Split) -> list[Seat]:

@@ -10,9 +10,9 @@ they are chosen where `experts.ranks` is auto or a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from placement.cluster.assignment import Node, has_room, share_of
 from placement.cluster.layout import Kind, Layout, divides_heads
@@ -23,9 +23,9 @@ from placement.plan.users import first_token_s
 from placement.words import duration, plural
 from ray_hetero.config import HeteroConfig, WorkloadConfig
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.expert_ranks import sockets_for_experts, with_expert_ranks
-from ray_hetero.planning.layer_plan import Measure, plan_layers
+from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.planning.split_search import PRICED_CONTEXT
@@ -123,26 +123,12 @@ class Choice:
         return None if found is None or found.step_s >= self.chosen.step_s else found
 
 
-def choose_layout(
-    config: HeteroConfig,
-    nodes: Sequence[Node],
-    facts: EngineFacts,
-    *,
-    measure: Measure,
-    checkpoint: CheckpointOnCpus | None = None,
-    engines: int = 1,
-    **how: Any,
-) -> Choice:
+def choose_layout(request: PlanRequest, *, engines: int = 1) -> Choice:
     """Choose the stages for an engine of which nobody has said any.
 
     Args:
-        config: the user's configuration; its layout is not looked at.
-        nodes: the cluster.
-        facts: the model and the engine.
-        measure: as of `plan_layers`.
-        checkpoint: the model as refusals look at it; None refuses nothing.
+        request: its layout and sizes are not looked at.
         engines: engines that start together; there must be room for all.
-        how: further arguments of `plan_layers`.
 
     Raises:
         UnknownModelError: the model's sizes are not known.
@@ -151,22 +137,22 @@ def choose_layout(
         DoesNotFitError: no layout fits; the error of the one with the most ranks.
 
     """
-    if facts.shape is None:
-        raise UnknownModelError(facts.why_no_shape)
-    free = with_chosen_sockets(config.cpu, nodes)
+    shape, limit_s = request.facts.shape, request.config.workload.first_token_s
+    if shape is None:
+        raise UnknownModelError(request.facts.why_no_shape)
+    free = with_chosen_sockets(request.config.cpu, request.machine.nodes)
+    request = replace(request, machine=replace(request.machine, nodes=tuple(free)), explained=False)
 
-    def priced(layout: Layout, experts: int, *, explained: bool = False) -> Candidate:
-        asked = with_expert_ranks(config, experts)
-        found = _priced(layout, asked, free, facts, measure, how | {"explained": explained})
-        return found if checkpoint is None else _unless_refused(found, checkpoint)
+    def priced(layout: Layout, experts: int) -> Candidate:
+        return _unless_refused(_priced(request, layout, experts), request.checkpoint)
 
-    asked = config.experts.ranks
+    asked = request.config.experts.ranks
     layouts = [
         one
-        for one in layouts_to_try(share_of(free, engines), facts.shape)
+        for one in layouts_to_try(share_of(free, engines), shape)
         if engines == 1 or has_room(one, free, engines)
     ]
-    found = [priced(*one) for one in with_experts_to_try(free, facts.shape, layouts, asked)]
+    found = [priced(*one) for one in with_experts_to_try(free, shape, layouts, asked)]
     unasked: list[Candidate] = []
     if asked in (0, "auto"):
         # Where all experts fit on the GPUs there are none, which is a layout of its own already.
@@ -180,38 +166,43 @@ def choose_layout(
         raise UnknownDeviceError(unknown[0].problem)
     fitting = [one for one in found if one.plan is not None]
     if not fitting:
-        _say_what_does_not_fit(found, priced)
+        _say_what_does_not_fit(found, request)
     alone = [one for one in fitting if _is_gpus_alone(one)]
     if alone and len(alone[0].layout.stages) == 1:
         chosen = alone[0]
         gpus = "one GPU" if chosen.layout.world_size == 1 else "GPUs"
         why = f"the model fits on {gpus} alone"
     else:
-        chosen = _shortest(_in_time(fitting, config.workload.first_token_s))
-        brief = config.model_copy(update={"workload": WorkloadConfig()})
-        short = replace(facts, max_model_len=min(SHORT_CONTEXT, facts.max_model_len))
+        chosen = _shortest(_in_time(fitting, limit_s))
+        short = _with_short_context(request)
         holds_weights = any(
-            _priced(one.layout, with_expert_ranks(brief, 0), free, short, measure, how).plan
+            _priced(short, one.layout, 0).plan
             for one in found
             if _is_gpus_alone(one) and one.plan is None and not one.is_refused
         )
         why = _reason(chosen, found, holds_weights=holds_weights)
         if chosen is not _shortest(fitting):
             why += (
-                f" with a first token within {config.workload.first_token_s:g} s "
-                "(workload.first_token_s), or the soonest"
+                f" with a first token within {limit_s:g} s (workload.first_token_s), or the soonest"
             )
     others = [one for one in found if one is not chosen]
     return Choice(chosen, _ordered(others), why, _ordered(unasked))
+
+
+def _with_short_context(request: PlanRequest) -> PlanRequest:
+    """The request for one short sequence, for which a model fits that does but for its KV cache."""
+    brief = request.config.model_copy(update={"workload": WorkloadConfig()})
+    length = min(SHORT_CONTEXT, request.facts.max_model_len)
+    return replace(request, config=brief, facts=replace(request.facts, max_model_len=length))
 
 
 def _is_gpus_alone(one: Candidate) -> bool:
     return not (one.layout.count("cpu") or one.experts)
 
 
-def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus) -> Candidate:
+def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus | None) -> Candidate:
     """A candidate that fits, or whose speed is not known, unless its ranks are refused."""
-    if found.plan is None and not found.is_unknown:
+    if checkpoint is None or (found.plan is None and not found.is_unknown):
         return found
     try:
         refuse_ranks(
@@ -225,7 +216,7 @@ def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus) -> Candidate
     return found
 
 
-def _say_what_does_not_fit(found: Sequence[Candidate], priced: Callable[..., Candidate]) -> None:
+def _say_what_does_not_fit(found: Sequence[Candidate], request: PlanRequest) -> None:
     """Raise for candidates none of which can be taken."""
     if not found:
         raise DoesNotFitError("there is no device to plan on")
@@ -234,7 +225,8 @@ def _say_what_does_not_fit(found: Sequence[Candidate], priced: Callable[..., Can
     if not others:
         raise UnsupportedError(refused[0].problem)
     widest = max(others, key=lambda one: one.layout.world_size)
-    problem = priced(widest.layout, widest.experts, explained=True).problem
+    explained = replace(request, explained=True)
+    problem = _priced(explained, widest.layout, widest.experts).problem
     if refused:
         problem += f"\nOther layouts are refused: {refused[0].problem}"
     raise DoesNotFitError(problem)
@@ -288,28 +280,10 @@ def _shortest(fitting: Sequence[Candidate]) -> Candidate:
     return min(near, key=lambda one: (one.layout.world_size + one.experts, one.step_s))
 
 
-def _priced(
-    layout: Layout,
-    config: HeteroConfig,
-    nodes: Sequence[Node],
-    facts: EngineFacts,
-    measure: Measure,
-    how: dict[str, Any],
-) -> Candidate:
-    stages = [list(stage) for stage in layout.stages]
-    experts = config.experts.ranks
-    assert experts != "auto", "candidates have a number each"
+def _priced(request: PlanRequest, layout: Layout, experts: int) -> Candidate:
+    facts = request.facts
     try:
-        plan = plan_layers(
-            config.model_copy(update={"layout": stages}),
-            nodes,
-            facts,
-            pipeline_parallel_size=len(stages),
-            tensor_parallel_size=layout.tensor_parallel_size,
-            partition=None,
-            measure=measure,
-            **how,
-        )
+        plan = plan_layers(request.with_experts(experts).with_layout(layout))
     except PlacementError as error:
         return Candidate(layout, experts, problem=str(error))
     if plan.split is None:
@@ -319,7 +293,7 @@ def _priced(
     if problem := facts.shape.why_not_divided(plan.world.layers):
         return Candidate(layout, experts, problem=problem, is_refused=True)
     tokens = min(PRICED_CONTEXT, facts.max_model_len)
-    seconds = first_token_s(plan.shape(facts.shape), plan.split, tokens, how.get("links"))
+    seconds = first_token_s(plan.shape(facts.shape), plan.split, tokens, request.machine.links)
     # All experts may fit on the GPUs.
     return Candidate(layout, len(plan.world.experts), plan, first_token_s=seconds)
 

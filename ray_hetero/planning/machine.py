@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,28 +16,36 @@ from placement.host.gpus import visible_gpus
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
 from placement.plan.described import DescribedCluster
-from placement.plan.devices import Links
+from placement.plan.devices import Links, RankDevice
 from ray_hetero.config import CpuConfig
 from ray_hetero.log import logger
-from ray_hetero.planning.layer_plan import Measure
 from ray_hetero.planning.seat_devices import Described
 from ray_hetero.planning.socket_rows import MeasureRows, rows_probe_here
 from ray_hetero.planning.sockets import reading_together
 
+Threads = Mapping[int, Sequence[int]]
+"""Logical CPUs of the compute threads of each CPU rank, by rank."""
+Measure = Callable[[Sequence[Seat], Threads], Mapping[int, float]]
+"""Function that measures bytes per second of each CPU rank that can be measured, by rank."""
+
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes, and where the speeds of their devices come from."""
+    """Nodes, and the sources of the speeds of their devices."""
 
     nodes: tuple[Node, ...]
     measure: Measure
-    """Measures what neither the configuration nor the model of a device tells."""
+    """Function that measures what neither the configuration nor the model of a device tells."""
     described: Described | None = None
     """Function that gives the device of a seat as a description of the cluster has it."""
     links: Links | None = None
     """The ways between ranks; None is what is assumed of them."""
     measure_rows: MeasureRows | None = None
-    """Measures what several rows cost, where drafts are to be verified; None is never."""
+    """Function that measures the costs of several rows, where drafts are to be verified."""
+
+    def said_of(self, seat: Seat) -> RankDevice | None:
+        """The device of a seat as a description of the cluster has it; None without one."""
+        return None if self.described is None else self.described(seat)
 
 
 def this_host(config: CpuConfig, environment: Mapping[str, str] = os.environ) -> Machine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from placement.cluster.assignment import Node
 from placement.cluster.layout import heads_problem
@@ -23,11 +22,11 @@ from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.machine import Machine
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.preflight.refused_models import refuse_ranks
-from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 USUAL_USERS = (1, 4, 16, 64)
 """Users who are served at the same time, as a plan prices them where nobody asks for others."""
@@ -45,14 +44,8 @@ class ModelPlan:
 
 def plan_model(
     name: str,
-    machine: Machine,
-    facts: EngineFacts,
-    config: HeteroConfig,
+    request: PlanRequest,
     *,
-    pipeline_parallel_size: int = 1,
-    tensor_parallel_size: int = 1,
-    partition: str | None = None,
-    checkpoint: CheckpointOnCpus | None = None,
     acceptance: Acceptance | None = None,
     quantised: tuple[Quantised, ...] = (),
     in_8_bits: ModelShape | None = None,
@@ -62,19 +55,13 @@ def plan_model(
 
     Args:
         name: what to call the model.
-        machine: what there is.
-        facts: the model and the engine.
-        config: the user's configuration.
-        pipeline_parallel_size: stages.
-        tensor_parallel_size: ranks of the largest stage.
-        partition: VLLM_PP_LAYER_PARTITION, if set.
-        checkpoint: the model as refusals look at it; None refuses nothing.
+        request: with the sizes of the model.
         acceptance: of drafts, to price what they bring.
         quantised: forms of the model in fewer bits, to say where these would be much faster.
         in_8_bits: the model with keys and values in 8 bits, to say where that would be; None where
             they are already.
         is_length_auto: whether the longest sequence is to be as long as fits, up to that of
-            `facts`.
+            the request.
 
     Raises:
         LayoutError: there are too few devices, or nothing is known to plan by.
@@ -84,29 +71,22 @@ def plan_model(
         UnknownDeviceError: speed or memory of a device is not known.
 
     """
-    assert facts.shape is not None
-    how: dict[str, Any] = {
-        "described": machine.described, "links": machine.links,
-        "measure_rows": machine.measure_rows,
-    }  # fmt: skip
-    sizes = (pipeline_parallel_size, tensor_parallel_size)
+    free = _without_stages(request)
 
     def freely(other: EngineFacts) -> LayerPlan:
-        experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig(ranks=0)
-        free = config.model_copy(update={"layout": "auto", "layers": "auto", "experts": experts})
-        choice = choose_layout(
-            free, machine.nodes, other, measure=machine.measure, checkpoint=checkpoint, **how
-        )
+        choice = choose_layout(replace(free, facts=other))
         assert choice.chosen.plan is not None
         return choice.chosen.plan
 
     def of_shape(shape: ModelShape) -> LayerPlan:
         return freely(replace(facts, shape=shape))
 
+    facts = request.facts
     if is_length_auto:
         facts = with_fitting_length(facts, freely)
+        request = replace(request, facts=facts)
     try:
-        found, choice = _planned(machine, facts, config, sizes, partition, checkpoint, how)
+        found, choice = _planned(request)
     except DoesNotFitError as error:
         remarks = [shorter_context(facts, None, in_8_bits, freely)]
         remarks.append(quantise_first(quantised, None, of_shape))
@@ -118,20 +98,29 @@ def plan_model(
     if choice is not None:
         remarks.append(shorter_context(facts, found, in_8_bits, freely))
     remarks += _remarks(facts, found, choice)
+    links = request.machine.links
     speculation = None
     users: tuple[UserTimes, ...] = ()
     if facts.drafter is None:
         users = price_users(
-            shape, found.split, _users(config, found.split),
-            kv_tokens=found.kv_tokens, links=machine.links,
+            shape, found.split, _users(request.config, found.split),
+            kv_tokens=found.kv_tokens, links=links,
         )  # fmt: skip
     elif acceptance is not None:
-        speculation = price_drafts(shape, found.split, facts.drafter, acceptance, machine.links)
+        speculation = price_drafts(shape, found.split, facts.drafter, acceptance, links)
     shown = Plan(
-        name, facts.shape, found.held_split, tuple(_devices(machine, found)),
+        name, facts.shape, found.held_split, tuple(_devices(request.machine, found)),
         tuple(filter(None, remarks)), speculation, found.experts, users=users,
     )  # fmt: skip
     return ModelPlan(shown, found, choice)
+
+
+def _without_stages(request: PlanRequest) -> PlanRequest:
+    """The request as if no stages, layers or number of expert ranks were asked for."""
+    config = request.config
+    experts = config.experts if config.experts.ranks == "auto" else ExpertsConfig(ranks=0)
+    free = config.model_copy(update={"layout": "auto", "layers": "auto", "experts": experts})
+    return replace(request, config=free)
 
 
 def _users(config: HeteroConfig, split: Split) -> tuple[int, ...]:
@@ -141,36 +130,18 @@ def _users(config: HeteroConfig, split: Split) -> tuple[int, ...]:
     return tuple(users for users in USUAL_USERS if users <= split.work.max_num_seqs)
 
 
-def _planned(
-    machine: Machine,
-    facts: EngineFacts,
-    config: HeteroConfig,
-    sizes: tuple[int, int],
-    partition: str | None,
-    checkpoint: CheckpointOnCpus | None,
-    how: dict[str, Any],
-) -> tuple[LayerPlan, Choice | None]:
+def _planned(request: PlanRequest) -> tuple[LayerPlan, Choice | None]:
     """The plan, and how its stages were chosen if they were."""
-    choice = None
-    if (*sizes, config.layout, config.layers) == (1, 1, "auto", "auto"):
-        choice = choose_layout(
-            config, machine.nodes, facts, measure=machine.measure, checkpoint=checkpoint, **how
-        )
+    config, layout = request.config, request.config.layout
+    if (request.world_size, layout, config.layers) == (1, "auto", "auto"):
+        choice = choose_layout(request)
         assert choice.chosen.plan is not None
         return choice.chosen.plan, choice
-    if config.layout != "auto":
-        sizes = len(config.layout), max(map(len, config.layout))
-    found = plan_layers(
-        config,
-        machine.nodes,
-        facts,
-        pipeline_parallel_size=sizes[0],
-        tensor_parallel_size=sizes[1],
-        partition=partition,
-        measure=machine.measure,
-        **how,
-    )
-    shape = facts.shape
+    if layout != "auto":
+        stages, ranks = len(layout), max(map(len, layout))
+        request = replace(request, pipeline_parallel_size=stages, tensor_parallel_size=ranks)
+    found = plan_layers(request)
+    shape = request.facts.shape
     assert shape is not None
     for problem in (
         heads_problem(found.world.layout, shape.num_heads, shape.num_kv_heads),
@@ -178,9 +149,9 @@ def _planned(
     ):
         if problem:
             raise UnsupportedError(problem)
-    if checkpoint is not None:
+    if request.checkpoint is not None:
         refuse_ranks(
-            checkpoint,
+            request.checkpoint,
             has_cpu=found.world.has_cpu,
             has_experts=bool(found.world.experts),
             is_divided=found.world.layout.tensor_parallel_size > 1,
@@ -189,7 +160,7 @@ def _planned(
         if found.unknown:
             raise UnknownDeviceError(found.unknown)
         raise DoesNotFitError(found.warning)
-    return found, choice
+    return found, None
 
 
 def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Iterator[str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from placement.cluster.assignment import Node, Seat
+from placement.cluster.assignment import Seat
 from placement.host.topology import Host
 from placement.plan.devices import DeviceFigures, PromptGpu, StageDevices
 from ray_hetero.compat.models.fused_architectures import FUSED_MODEL_TYPES
 from ray_hetero.config import CpuConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes, output_bytes
 from ray_hetero.planning.sockets import streams_weights
 from ray_hetero.world import World
@@ -84,22 +85,17 @@ def prompt_gpu_bytes(facts: EngineFacts, world: World, *, is_whole: bool) -> int
 
 
 def with_prompt_gpus(
-    stages: Sequence[StageDevices],
-    config: HeteroConfig,
-    facts: EngineFacts,
-    world: World,
-    nodes: Sequence[Node],
+    stages: Sequence[StageDevices], request: PlanRequest, world: World
 ) -> tuple[StageDevices, ...]:
     """Stages with the GPU that computes whole layers of prompts for their CPU ranks, if one does.
 
     Args:
         stages: in the order of the world's.
-        config: as for `plan_layers`.
-        facts: of the engine.
-        world: its ranks.
-        nodes: the cluster.
+        request: with the sizes of the model.
+        world: ranks of the engine.
 
     """
+    config, facts = request.config, request.facts
     shape = facts.shape
     assert shape is not None
     is_known = not shape.experts and all(
@@ -107,7 +103,7 @@ def with_prompt_gpus(
     )
     if not (facts.is_bf16 and is_known and has_whole_layers(config, facts, world)):
         return tuple(stages)
-    hosts = {node.node_id: node.host for node in nodes}
+    hosts = {node.node_id: node.host for node in request.machine.nodes}
     ranks = [rank for stage in stages for rank in stage.ranks]
 
     def gpu_for(seat: Seat) -> DeviceFigures | None:

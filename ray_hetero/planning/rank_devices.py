@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 from placement.cluster.assignment import Node, Seat
 from placement.cluster.layout import Kind
 from placement.host.row_costs import RowCosts
 from placement.host.topology import Host
-from placement.plan.devices import DeviceFigures, RankDevice
-from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.planning.prompt_gpus import ranks_of_prompt_gpu
-from ray_hetero.planning.seat_devices import Described, gpu_device, socket_device
+from placement.plan.devices import DeviceFigures, RankDevice, StageDevices, stages_of
+from ray_hetero.config import HeteroConfig
+from ray_hetero.planning.expert_ranks import with_expert_buffer
+from ray_hetero.planning.machine import Threads
+from ray_hetero.planning.plan_request import PlanRequest
+from ray_hetero.planning.prompt_gpus import (
+    can_fuse,
+    has_whole_layers,
+    prompt_gpu_bytes,
+    ranks_of_prompt_gpu,
+    with_prompt_gpus,
+)
+from ray_hetero.planning.seat_devices import gpu_device, socket_device
 from ray_hetero.planning.sockets import read_share, streams_weights
 from ray_hetero.world import World
 
@@ -42,119 +51,115 @@ EXPERT_LAYER = Latency(0.1e-3, 0.0)
 """Latency of an expert rank: what a call for a layer's experts takes beside its reads, from 128
 experts of 2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
 
-NOTHING_MEASURED: Mapping[int, RowCosts] = MappingProxyType({})
+
+@dataclass(frozen=True)
+class RankSpeeds:
+    """Threads and measured speeds of CPU ranks and expert ranks, by rank."""
+
+    threads: Threads
+    """Logical CPUs of the compute threads."""
+    bandwidth: Mapping[int, float] = field(default_factory=dict)
+    """Measured bytes per second."""
+    row_costs: Mapping[int, RowCosts] = field(default_factory=dict)
+    """Costs of several rows; those of a description win."""
+
+    @classmethod
+    def measured(cls, request: PlanRequest, world: World, threads: Threads) -> RankSpeeds:
+        """Measure what neither the configuration nor the model of a device tells."""
+        config, facts, machine = request.config, request.facts, request.machine
+        has_sockets = world.has_cpu or bool(world.experts)
+        known = config.cpu.bandwidth_gb_s is not None or not has_sockets
+        bandwidth = {} if known else machine.measure(world.members, threads)
+        verifies = facts.drafter is not None and facts.is_bf16 and has_sockets
+        probe = machine.measure_rows if verifies else None
+        return cls(threads, bandwidth, {} if probe is None else probe(world.members, threads))
 
 
-def rank_devices(
-    config: HeteroConfig,
-    seats: Sequence[Seat],
-    nodes: Sequence[Node],
-    *,
-    threads: Mapping[int, Sequence[int]],
-    bandwidth: Mapping[int, float],
-    gpu_share: float,
-    prompt_gpu_bytes: int = 0,
-    prompts_by_stage: bool = False,
-    is_eager: bool = False,
-    is_bf16: bool = False,
-    can_fuse: bool = False,
-    described: Described | None = None,
-    row_costs: Mapping[int, RowCosts] = NOTHING_MEASURED,
-) -> tuple[RankDevice, ...]:
-    """The device of each rank with its figures, by rank.
+def stage_devices(request: PlanRequest, world: World, threads: Threads) -> tuple[StageDevices, ...]:
+    """The devices of each stage, with GPUs for prompts and expert ranks.
 
     Args:
-        config: figures given here win over measured ones, and these over known parts.
-        seats: all ranks.
-        nodes: the cluster.
+        request: with the sizes of the model.
+        world: ranks of the engine.
         threads: logical CPUs of each CPU rank's compute threads, by rank.
-        bandwidth: measured bytes per second by CPU rank.
-        gpu_share: share of a GPU's memory that the engine takes.
-        prompt_gpu_bytes: of it, what each CPU rank takes whose prompts a GPU computes.
-        prompts_by_stage: whether a GPU computes prompts for all CPU ranks of a stage at once.
-        is_eager: whether nothing is compiled or captured.
-        is_bf16: whether what is not quantised is computed in bfloat16.
-        can_fuse: whether layers of this model can be one operator.
-        described: what a description of the cluster says of a seat's device.
-        row_costs: what several rows cost, by CPU rank; what a description says wins.
 
     Raises:
         UnknownDeviceError: speed or memory of a device is not known.
 
     """
-    hosts = {node.node_id: node.host for node in nodes}
-    ranks_on_node = {
-        node: sum(seat.kind == "cpu" and seat.node_id == node for seat in seats) for node in hosts
-    }
-    said = {seat.rank: None if described is None else described(seat) for seat in seats}
-    devices = (
-        gpu_device(
-            config,
-            seat,
-            hosts[seat.node_id],
-            gpu_share,
-            prompt_gpu_bytes
-            * ranks_of_prompt_gpu(
-                config.cpu, seat, seats, hosts[seat.node_id], by_stage=prompts_by_stage
-            ),
-            said[seat.rank],
-        )
-        if seat.socket is None
-        else socket_device(
+    config, facts = request.config, request.facts
+    speeds = RankSpeeds.measured(request, world, threads)
+    devices = rank_devices(request, world, speeds)
+    experts = expert_devices(request, world, speeds)
+    stages = with_prompt_gpus(stages_of(devices, world.layout.sizes), request, world)
+    stages = tuple(replace(stage, experts=experts) for stage in stages)
+    assert facts.shape is not None
+    nodes, links = request.machine.nodes, request.machine.links
+    if not (experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16)):
+        return stages
+    tokens = facts.max_num_batched_tokens
+    return tuple(
+        with_expert_buffer(stage, config.experts, facts.shape, tokens, links) for stage in stages
+    )
+
+
+def rank_devices(request: PlanRequest, world: World, speeds: RankSpeeds) -> tuple[RankDevice, ...]:
+    """The device of each rank with its figures, by rank.
+
+    Figures of the configuration win over measured ones, and these over known parts.
+
+    Args:
+        request: with the sizes of the model.
+        world: ranks of the engine.
+        speeds: of the CPU ranks.
+
+    Raises:
+        UnknownDeviceError: speed or memory of a device is not known.
+
+    """
+    config, facts, seats = request.config, request.facts, world.seats
+    machine = request.machine
+    hosts = {node.node_id: node.host for node in machine.nodes}
+    ranks_on_node = Counter(seat.node_id for seat in seats if seat.kind == "cpu")
+    is_whole = has_whole_layers(config, facts, world)
+    prompt_bytes = prompt_gpu_bytes(facts, world, is_whole=is_whole)
+
+    def device_of(seat: Seat) -> RankDevice:
+        host, said = hosts[seat.node_id], machine.said_of(seat)
+        stage = [other for other in seats if other.stage == seat.stage]
+        if seat.socket is None:
+            share = config.gpu.memory_utilization or facts.gpu_memory_utilization
+            ranks = ranks_of_prompt_gpu(config.cpu, seat, seats, host, by_stage=is_whole)
+            device = gpu_device(config, seat, host, share, prompt_bytes * ranks, said)
+            return _gpu_in_stage(device, stage, config, is_eager=facts.is_eager)
+        device = socket_device(
             config,
             seat,
             seat.socket,
-            hosts[seat.node_id],
-            cores=len(threads[seat.rank]),
-            measured=bandwidth.get(seat.rank),
+            host,
+            cores=len(speeds.threads[seat.rank]),
+            measured=speeds.bandwidth.get(seat.rank),
             ranks_on_node=ranks_on_node[seat.node_id],
-            said=said[seat.rank],
+            said=said,
         )
-        for seat in seats
-    )
-    stages = {seat.stage: [other for other in seats if other.stage == seat.stage]
-              for seat in seats}  # fmt: skip
-    return tuple(
-        _gpu_in_stage(device, stages[seat.stage], config, is_eager=is_eager)
-        if seat.socket is None
-        else _socket_in_stage(
-            device, stages[seat.stage], config.cpu, hosts[seat.node_id], is_eager=is_eager,
-            is_bf16=is_bf16, can_fuse=can_fuse, row_costs=row_costs.get(seat.rank),
-        )
-        for device, seat in zip(devices, seats, strict=True)
-    )  # fmt: skip
+        return _socket_in_stage(device, stage, request, host, speeds.row_costs.get(seat.rank))
+
+    return tuple(map(device_of, seats))
 
 
 def expert_devices(
-    config: HeteroConfig,
-    seats: Sequence[Seat],
-    nodes: Sequence[Node],
-    *,
-    threads: Mapping[int, Sequence[int]],
-    bandwidth: Mapping[int, float],
-    is_bf16: bool,
-    described: Described | None = None,
-    row_costs: Mapping[int, RowCosts] = NOTHING_MEASURED,
+    request: PlanRequest, world: World, speeds: RankSpeeds
 ) -> tuple[RankDevice, ...]:
-    """The device of each expert rank with its figures.
-
-    Args:
-        config: as for `rank_devices`.
-        seats: the expert ranks.
-        nodes: the cluster.
-        threads: logical CPUs of each rank's compute threads, by rank.
-        bandwidth: measured bytes per second by rank.
-        is_bf16: whether what is not quantised is computed in bfloat16.
-        described: what a description of the cluster says of a seat's device.
-        row_costs: what several rows cost, by rank; what a description says wins.
+    """The device of each expert rank with its figures; arguments are those of `rank_devices`.
 
     Raises:
         UnknownDeviceError: speed or memory of a device is not known.
 
     """
-    hosts = {node.node_id: node.host for node in nodes}
+    config, machine = request.config, request.machine
+    hosts = {node.node_id: node.host for node in machine.nodes}
     devices = []
-    for seat in seats:
+    for seat in world.experts:
         assert seat.socket is not None
         host = hosts[seat.node_id]
         device = socket_device(
@@ -162,14 +167,14 @@ def expert_devices(
             seat,
             seat.socket,
             host,
-            cores=len(threads[seat.rank]),
-            measured=bandwidth.get(seat.rank),
-            ranks_on_node=len(seats),
-            said=None if described is None else described(seat),
+            cores=len(speeds.threads[seat.rank]),
+            measured=speeds.bandwidth.get(seat.rank),
+            ranks_on_node=len(world.experts),
+            said=machine.said_of(seat),
         )
         figures = _with_latency(device.figures, EXPERT_LAYER)
-        share = read_share(config.cpu, host, is_bf16=is_bf16)
-        costs = figures.row_costs or row_costs.get(seat.rank)
+        share = read_share(config.cpu, host, is_bf16=request.facts.is_bf16)
+        costs = figures.row_costs or speeds.row_costs.get(seat.rank)
         figures = replace(figures, read_share=share, row_costs=costs)
         devices.append(replace(device, figures=figures))
     return tuple(devices)
@@ -184,7 +189,7 @@ def reads_over_link(
     any number of tokens.
 
     Args:
-        config: as for `rank_devices`.
+        config: the user's.
         world: ranks of the engine.
         nodes: the cluster.
         is_bf16: whether what is not quantised is computed in bfloat16.
@@ -210,7 +215,7 @@ def can_read_experts(
     """Whether GPUs can read the experts of expert ranks, as far as planning can tell.
 
     Args:
-        config: as for `rank_devices`.
+        config: the user's.
         seats: the expert ranks.
         nodes: the cluster.
         is_bf16: whether what is not quantised is computed in bfloat16.
@@ -234,23 +239,20 @@ def _gpu_in_stage(
 def _socket_in_stage(
     device: RankDevice,
     stage: Sequence[Seat],
-    config: CpuConfig,
+    request: PlanRequest,
     host: Host,
-    *,
-    is_eager: bool,
-    is_bf16: bool,
-    can_fuse: bool,
     row_costs: RowCosts | None,
 ) -> RankDevice:
-    streams = is_bf16 and streams_weights(config, host)
+    config, facts = request.config.cpu, request.facts
+    streams = facts.is_bf16 and streams_weights(config, host)
     # The ranks of a group add up within their steps where they can share memory.
     can_share = {(seat.kind, seat.node_id) for seat in stage} == {("cpu", stage[0].node_id)}
-    is_fused = streams and can_fuse and config.fuse_layers and can_share
-    latency = FUSED if is_fused else LATENCIES["cpu", is_eager]
+    is_fused = streams and can_fuse(facts) and config.fuse_layers and can_share
+    latency = FUSED if is_fused else LATENCIES["cpu", facts.is_eager]
     figures = _with_latency(device.figures, latency)
     figures = replace(
         figures,
-        read_share=read_share(config, host, is_bf16=is_bf16),
+        read_share=read_share(config, host, is_bf16=facts.is_bf16),
         adds_within_step=is_fused and len(stage) > 1,
         row_costs=figures.row_costs or row_costs,
     )

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
-from placement.plan.devices import Links, StageDevices
+from placement.plan.devices import StageDevices
 from placement.plan.split import Split, choose_split
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.expert_ranks import fewest_layers
+from ray_hetero.planning.plan_request import PlanRequest
 
 PRICED_CONTEXT = 4096
 """Tokens of each sequence in the decode step that is made short, where the model takes as many."""
@@ -69,14 +70,12 @@ def asked_in_turn(config: HeteroConfig, facts: EngineFacts) -> tuple[Asked, ...]
 
 @dataclass(frozen=True)
 class SplitSearch:
-    """What is asked of the planner."""
+    """Search for an engine's split, with a smaller KV cache where the wanted one does not fit."""
 
-    config: HeteroConfig
-    facts: EngineFacts
+    request: PlanRequest
     shape: ModelShape
+    """Model as the stages hold it."""
     stages: tuple[StageDevices, ...]
-    links: Links | None = None
-    explained: bool = True
 
     def best(self) -> Split:
         """The best split with room for what is wanted, else for one sequence.
@@ -102,19 +101,19 @@ class SplitSearch:
         """
 
         def with_experts_of(count: int) -> SplitSearch:
-            return replace(self, shape=self.shape.with_remote_experts(count), explained=False)
+            return replace(self, shape=self.shape.with_remote_experts(count))
 
         def fits(count: int, asked: Asked) -> bool:
             try:
-                with_experts_of(count)._choose(asked, layers)
+                with_experts_of(count)._choose(asked, layers, explained=False)
             except DoesNotFitError:
                 return False
             return True
 
-        for asked in asked_in_turn(self.config, self.facts):
+        for asked in asked_in_turn(self.request.config, self.request.facts):
             count = fewest_layers(len(self.shape.layers), lambda n, a=asked: fits(n, a))  # type: ignore[misc]
             if count is not None:
-                return replace(with_experts_of(count), explained=self.explained)
+                return with_experts_of(count)
         return None
 
     def priced(self, layers: tuple[int, ...]) -> Split:
@@ -127,29 +126,30 @@ class SplitSearch:
         return self._first_that_fits(layers)
 
     def _first_that_fits(self, layers: tuple[int, ...] | None = None) -> Split:
-        *others, last = asked_in_turn(self.config, self.facts)
+        *others, last = asked_in_turn(self.request.config, self.request.facts)
         for asked in others:
             try:
-                return replace(self, explained=False)._choose(asked, layers)
+                return self._choose(asked, layers, explained=False)
             except DoesNotFitError:
                 continue
-        return self._choose(last, layers)
+        return self._choose(last, layers, explained=self.request.explained)
 
-    def _choose(self, asked: Asked, layers: tuple[int, ...] | None = None) -> Split:
+    def _choose(self, asked: Asked, layers: tuple[int, ...] | None, *, explained: bool) -> Split:
+        config, facts = self.request.config, self.request.facts
         return choose_split(
             self.shape,
             self.stages,
             batch=asked.batch,
             context=asked.context,
             max_sequences=asked.sequences,
-            objective=self.config.objective,
+            objective=config.objective,
             layers=layers,
             # A user who wrote the layout wants its order.
-            order="auto" if self.config.layout == "auto" else "fixed",
-            max_model_len=self.facts.max_model_len,
-            max_batched_tokens=self.facts.max_num_batched_tokens,
-            max_num_seqs=self.facts.max_num_seqs,
-            links=self.links,
-            explained=self.explained,
-            drafter=self.facts.drafter,
+            order="auto" if config.layout == "auto" else "fixed",
+            max_model_len=facts.max_model_len,
+            max_batched_tokens=facts.max_num_batched_tokens,
+            max_num_seqs=facts.max_num_seqs,
+            links=self.request.machine.links,
+            explained=explained,
+            drafter=facts.drafter,
         )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from placement.cluster.assignment import Node, Seat
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.plan.described import DescribedCluster
-from placement.plan.devices import RankDevice, StageDevices
+from placement.plan.devices import Links, RankDevice, StageDevices
 from placement.plan.parts import known_part
 from placement.plan.plan import Plan
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning import model_plan
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.machine import described_machine
+from ray_hetero.planning.machine import Machine, Measure, Threads, described_machine
+from ray_hetero.planning.plan_request import PlanRequest
 
 
 def config_of(
@@ -64,6 +67,25 @@ def stage(*ranks: RankDevice) -> StageDevices:
     return StageDevices(ranks)
 
 
+def unmeasured(seats: Sequence[Seat], threads: Threads) -> dict[int, float]:
+    return {}
+
+
+def request_for(
+    config: HeteroConfig,
+    nodes: Sequence[Node],
+    facts: EngineFacts,
+    *sizes: int,
+    measure: Measure = unmeasured,
+    links: Links | None = None,
+    **more: Any,
+) -> PlanRequest:
+    """A request for stages and ranks of each, which are the layout's where none are given."""
+    if not sizes and config.layout != "auto":
+        sizes = len(config.layout), max(map(len, config.layout))
+    return PlanRequest(config, Machine(tuple(nodes), measure, links=links), facts, *sizes, **more)
+
+
 def plan_model(
     name: str,
     shape: ModelShape,
@@ -76,11 +98,11 @@ def plan_model(
     """A plan on a described cluster, for sequences of 4096 tokens."""
     facts = EngineFacts(shape, "", len(shape.layers), 4096, 256, 2048, 0.92)
     layers = keys.get("layers")
-    return model_plan.plan_model(
-        name,
+    request = PlanRequest(
+        HeteroConfig(**keys),
         described_machine(cluster),
         facts,
-        HeteroConfig(**keys),
-        pipeline_parallel_size=len(layers) if layers else pipeline_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-    ).plan
+        len(layers) if layers else pipeline_parallel_size,
+        tensor_parallel_size,
+    )
+    return model_plan.plan_model(name, request).plan

@@ -25,6 +25,7 @@ from ray_hetero.planning.activation_dtype import dtype_of_config
 from ray_hetero.planning.engine_facts import facts_of_checkpoint
 from ray_hetero.planning.layout_choice import choose_layout
 from ray_hetero.planning.machine import Machine, described_machine
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 DATA = Path(__file__).parent / "data"
@@ -81,11 +82,8 @@ def line_of(path: Path, name: str) -> str:
         shape = shape_of(path)
         assert shape is not None
         facts = facts_of_checkpoint(config, shape, there.nodes, dtype=dtype, max_model_len=LONGEST)
-        choice = choose_layout(
-            HeteroConfig(), there.nodes, facts, measure=there.measure, described=there.described,
-            links=there.links, checkpoint=CheckpointOnCpus.of_config(config, "auto"),
-            explained=False,
-        )  # fmt: skip
+        checkpoint = CheckpointOnCpus.of_config(config, "auto")
+        choice = choose_layout(PlanRequest(HeteroConfig(), there, facts, checkpoint=checkpoint))
     except (PlacementError, RayHeteroError) as error:
         return f"{path.stem} | {name} | refused: {str(error).splitlines()[0]}"
     best = choice.chosen

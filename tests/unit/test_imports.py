@@ -140,10 +140,8 @@ LONG_FUNCTIONS = {
     "ray_hetero.offload.linear_layers.loaded": 65,
     "ray_hetero.launch.prepare.prepare": 66,
     "ray_hetero.offload.expand.triton_kernels.expand_scaled": 70,
-    "ray_hetero.planning.layer_plan.plan_layers": 86,
-    "ray_hetero.planning.layout_choice.choose_layout": 84,
-    "ray_hetero.planning.model_plan.plan_model": 92,
-    "ray_hetero.planning.rank_devices.rank_devices": 78,
+    "ray_hetero.planning.layout_choice.choose_layout": 64,
+    "ray_hetero.planning.model_plan.plan_model": 71,
     "ray_hetero.worker.expert_model.load_experts": 61,
     "ray_hetero.worker.rank_actor.start": 112,
 }

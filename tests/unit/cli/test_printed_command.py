@@ -23,7 +23,8 @@ from ray_hetero.launch import chosen_stages
 from ray_hetero.launch.chosen_stages import choose_stages
 from ray_hetero.planning.engine_facts import facts_of_model, model_of, server_defaults
 from ray_hetero.planning.layer_plan import plan_layers
-from ray_hetero.planning.machine import described_machine
+from ray_hetero.planning.machine import Machine, described_machine
+from ray_hetero.planning.plan_request import PlanRequest
 
 XEON = {"part": "Xeon 8480+", "cores": 56, "memory_gib": 512,
         "instruction_sets": ["amx_bf16", "avx512f"]}  # fmt: skip
@@ -95,11 +96,8 @@ def test_the_printed_command_gives_the_plan_shown(
     config = load_config(arguments.additional_config)
     chosen = choose_stages(arguments, config, None, engines=1)
     facts = facts_of_model(arguments, model_of(arguments), server_defaults(there.nodes))
-    engine = plan_layers(
-        chosen, there.nodes, facts, partition=None, measure=there.measure,
-        pipeline_parallel_size=arguments.pipeline_parallel_size,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-    )  # fmt: skip
+    sizes = arguments.pipeline_parallel_size, arguments.tensor_parallel_size
+    engine = plan_layers(PlanRequest(chosen, Machine(there.nodes, there.measure), facts, *sizes))
     assert engine.split is not None
     assert [[rank["kind"] for rank in stage["ranks"]] for stage in plan["stages"]] == chosen.layout
     assert tuple(plan["layer_partition"]) == engine.world.layers

@@ -23,6 +23,7 @@ from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 
 
@@ -232,9 +233,9 @@ def test_a_gpu_that_nobody_knows_is_named_with_the_key(driver: Driver, tmp_path:
         match=r"^NVIDIA X1 \(GPU 0 of node a\): its memory bandwidth is not known: "
         r".* Set gpu\.bandwidth_gb_s to 85 % of the datasheet's GB/s$",
     ):  # fmt: skip
-        plan_model("m", machine, facts, HeteroConfig())
+        plan_model("m", PlanRequest(HeteroConfig(), machine, facts))
     given = load_config({"ray_hetero": {"gpu": {"bandwidth_gb_s": 1500, "link_gb_s": 40}}})
-    (rank,) = plan_model("m", machine, facts, given).plan.split.ranks
+    (rank,) = plan_model("m", PlanRequest(given, machine, facts)).plan.split.ranks
     figures = rank.device.figures
     assert (figures.read_bandwidth, figures.source) == (1500e9, "configured")
     assert (figures.host_link, figures.link_source) == (40e9, "configured")

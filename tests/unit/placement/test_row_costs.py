@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import LLAMA_8B, MIXTRAL_8X22B, config_of, device, stage
+from plan_cases import LLAMA_8B, MIXTRAL_8X22B, config_of, device, request_for, stage, unmeasured
 from typer.testing import CliRunner
 from worlds import layout, node
 
@@ -36,6 +36,7 @@ from ray_hetero.planning.engine_facts import EngineFacts, facts_of_checkpoint
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.socket_rows import RowKernel, kernel_of, rows_probe_here
 
 FLAT = RowCosts((1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
@@ -328,10 +329,6 @@ def costs_of_all(seats: Any, threads: Any) -> dict[int, RowCosts]:
     return dict.fromkeys(threads, STEEP)
 
 
-def unmeasured(seats: Any, threads: Any) -> dict[int, float]:
-    return {}
-
-
 def test_the_engine_and_the_command_price_drafts_with_the_same_costs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     topology = tmp_path / "cluster.yaml"
@@ -345,16 +342,12 @@ def test_the_engine_and_the_command_price_drafts_with_the_same_costs(tmp_path: P
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
     nodes = described(content).as_nodes()
-    how: dict[str, Any] = {"measure": unmeasured, "measure_rows": costs_of_all}
-    plan = plan_model(
-        "8B", Machine(nodes, **how), facts(nodes), HeteroConfig(), acceptance=Acceptance(0.7)
-    )
+    machine = Machine(nodes, unmeasured, measure_rows=costs_of_all)
+    request = PlanRequest(HeteroConfig(), machine, facts(nodes))
+    plan = plan_model("8B", request, acceptance=Acceptance(0.7))
     assert plan.layers.world.has_cpu
-    stages = [list(one) for one in plan.layers.world.layout.stages]
-    engine = plan_layers(
-        HeteroConfig(layout=stages), nodes, facts(nodes), pipeline_parallel_size=len(stages),
-        tensor_parallel_size=max(map(len, stages)), partition=None, **how,
-    )  # fmt: skip
+    of_engine = request.with_layout(plan.layers.world.layout)
+    engine = plan_layers(of_engine)
     assert engine.split is not None
     assert found["decode_step_s"] == plan.plan.split.step_s == engine.split.step_s
     assert tuple(found["layer_partition"]) == plan.layers.world.layers == engine.world.layers
@@ -362,10 +355,7 @@ def test_the_engine_and_the_command_price_drafts_with_the_same_costs(tmp_path: P
     assert found["speculation"]["best"]["drafts"] == plan.plan.speculation.best.drafts
     assert found["speculation"]["rows"][0]["costs"]["ratios"] == list(STEEP.ratios)
     assert not found["speculation"]["rows"][0]["costs"]["is_measured"]
-    without = plan_layers(
-        HeteroConfig(layout=stages), nodes, facts(nodes), pipeline_parallel_size=len(stages),
-        tensor_parallel_size=max(map(len, stages)), partition=None, measure=unmeasured,
-    )  # fmt: skip
+    without = plan_layers(replace(of_engine, machine=replace(machine, measure_rows=None)))
     assert without.split is not None
     assert without.split.step_s < engine.split.step_s
 
@@ -377,11 +367,8 @@ def test_nothing_is_measured_where_nothing_drafts_or_nothing_streams() -> None:
     nodes = described({"nodes": [{"name": "a", "gpus": SMALL_GPU, "sockets": XEON}]}).as_nodes()
 
     def planned(known: EngineFacts, stages: list[list[str]]) -> None:
-        plan_layers(
-            HeteroConfig.model_validate({"layout": stages}), nodes, known,
-            pipeline_parallel_size=len(stages), tensor_parallel_size=1, partition=None,
-            measure=unmeasured, measure_rows=never,
-        )  # fmt: skip
+        request = request_for(HeteroConfig.model_validate({"layout": stages}), nodes, known)
+        plan_layers(replace(request, machine=replace(request.machine, measure_rows=never)))
 
     both = [["cpu"], ["gpu"]]
     planned(facts(nodes, None), both)

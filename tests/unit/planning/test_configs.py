@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from plan_cases import LLAMA_70B, LLAMA_405B
+from plan_cases import LLAMA_70B, LLAMA_405B, request_for
 
 from placement.cluster.assignment import NODE_SLIVER, bundle_of
 from placement.model.shape import ModelShape
@@ -93,15 +93,9 @@ def test_seats_bundles_and_layers(name: str, monkeypatch: pytest.MonkeyPatch) ->
     case, bundles = CASES[name]
     config = loaded(name, monkeypatch)
     shape = case.shape
-    plan = plan_layers(
-        config,
-        read_described(DATA / f"{case.machine}.yaml").as_nodes(),
-        EngineFacts(shape, "", len(shape.layers), 8192, 256, 2048, 0.9),
-        pipeline_parallel_size=case.pipeline,
-        tensor_parallel_size=case.tensor,
-        partition=None,
-        measure=lambda seats, threads: {},
-    )
+    nodes = read_described(DATA / f"{case.machine}.yaml").as_nodes()
+    facts = EngineFacts(shape, "", len(shape.layers), 8192, 256, 2048, 0.9)
+    plan = plan_layers(request_for(config, nodes, facts, case.pipeline, case.tensor))
     seats = plan.world.seats
     assert [
         f"{seat.stage} {seat.kind} {seat.node_name} "

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from plan_cases import LLAMA_70B, config_of, device
+from plan_cases import LLAMA_70B, config_of, device, request_for
 from typer.testing import CliRunner
 
 from placement.errors import DoesNotFitError
@@ -62,10 +62,6 @@ H100 = {"part": "H100 SXM"}
 AUTO: Any = {"ranks": "auto"}
 
 
-def unmeasured(seats: Any, threads: Any) -> dict[int, float]:
-    return {}
-
-
 def machine(
     gpu: dict[str, Any] = SMALL_GPU,
     sockets: int = 2,
@@ -88,17 +84,14 @@ def planned(
     config = HeteroConfig.model_validate(
         {"layout": layout or [["gpu"] * tensor], "experts": experts}
     )
-    return plan_layers(
-        config, (cluster or machine()).as_nodes(), facts_of(SHAPES[name]),
-        pipeline_parallel_size=len(config.layout), tensor_parallel_size=tensor, partition=None,
-        measure=unmeasured,
-    )  # fmt: skip
+    nodes = (cluster or machine()).as_nodes()
+    return plan_layers(request_for(config, nodes, facts_of(SHAPES[name])))
 
 
 def chosen(shape: ModelShape, experts: dict[str, Any], cluster: Any = None) -> Choice:
     config = HeteroConfig.model_validate({"experts": experts})
     nodes = (cluster or machine()).as_nodes()
-    found = choose_layout(config, nodes, facts_of(shape), measure=unmeasured)
+    found = choose_layout(request_for(config, nodes, facts_of(shape)))
     assert found is not None
     return found
 
@@ -211,12 +204,9 @@ def test_without_sockets_auto_is_none() -> None:
 
 
 def test_what_expert_ranks_have_no_use_for_is_refused() -> None:
+    config = HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 1}})
     with pytest.raises(ConfigError, match="a model of the type llama has none"):
-        plan_layers(
-            HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 1}}),
-            machine().as_nodes(), facts_of(LLAMA_70B), pipeline_parallel_size=1,
-            tensor_parallel_size=1, partition=None, measure=unmeasured,
-        )  # fmt: skip
+        plan_layers(request_for(config, machine().as_nodes(), facts_of(LLAMA_70B)))
     with pytest.raises(
         ConfigError, match=r"the layout is \[cpu\] → \[gpu\]. Write a layout of GPU"
     ):
@@ -268,10 +258,7 @@ def test_expert_ranks_are_chosen_where_they_are_faster_and_asked_for(name: str) 
     assert config.experts.ranks == asked.chosen.experts
     # What was chosen is what the engine plans.
     assert asked.chosen.plan is not None
-    again = plan_layers(
-        config, machine().as_nodes(), facts_of(shape), pipeline_parallel_size=1,
-        tensor_parallel_size=1, partition=None, measure=unmeasured,
-    )  # fmt: skip
+    again = plan_layers(request_for(config, machine().as_nodes(), facts_of(shape)))
     assert again == asked.chosen.plan
 
 
@@ -487,10 +474,8 @@ def test_a_description_says_what_a_handover_costs() -> None:
         "nodes": [{"name": "a", "gpus": SMALL_GPU, "sockets": {**XEON, "count": 2}}],
     })  # fmt: skip
     config = HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}})
-    found = plan_layers(
-        config, cluster.as_nodes(), facts_of(SHAPES["Qwen3 30B-A3B"]), pipeline_parallel_size=1,
-        tensor_parallel_size=1, partition=None, measure=unmeasured, links=cluster.links,
-    )  # fmt: skip
+    facts = facts_of(SHAPES["Qwen3 30B-A3B"])
+    found = plan_layers(request_for(config, cluster.as_nodes(), facts, links=cluster.links))
     assert found.split is not None
     each = found.split.stages[0].decode.handover / PICO / found.world.expert_layers
     assert each == pytest.approx(100e-6, rel=0.02)
@@ -498,9 +483,6 @@ def test_a_description_says_what_a_handover_costs() -> None:
 
 def test_with_unknown_sizes_all_experts_are_remote() -> None:
     facts = replace(facts_of(SHAPES["Mixtral 8x7B"]), shape=None, why_no_shape="why")
-    found = plan_layers(
-        HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}}),
-        machine().as_nodes(), facts, pipeline_parallel_size=1, tensor_parallel_size=1,
-        partition=None, measure=unmeasured,
-    )  # fmt: skip
+    config = HeteroConfig.model_validate({"layout": [["gpu"]], "experts": {"ranks": 2}})
+    found = plan_layers(request_for(config, machine().as_nodes(), facts))
     assert found.world.expert_layers == 32

@@ -13,6 +13,8 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layout_choice import Choice, choose_layout
+from ray_hetero.planning.machine import described_machine
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.preflight.refused_models import refuse_ranks
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
@@ -32,10 +34,13 @@ def chosen(config: dict[str, Any], node: dict[str, Any], length: int, **settings
     shape = shape_from_config(config)
     facts = EngineFacts(shape, "", len(shape.layers), length, 256, 2048, 0.92)
     return choose_layout(
-        HeteroConfig.model_validate(settings), cluster.as_nodes(), facts,
-        measure=lambda seats, threads: {}, described=cluster.device_of,
-        checkpoint=CheckpointOnCpus.of_config(config, "auto"),
-    )  # fmt: skip
+        PlanRequest(
+            HeteroConfig.model_validate(settings),
+            described_machine(cluster),
+            facts,
+            checkpoint=CheckpointOnCpus.of_config(config, "auto"),
+        )
+    )
 
 
 def test_a_first_token_that_takes_too_long_loses_to_one_in_time() -> None:

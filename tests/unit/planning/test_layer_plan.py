@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import LLAMA_8B, LLAMA_70B, MIXTRAL_8X22B, config_of
+from plan_cases import LLAMA_8B, LLAMA_70B, MIXTRAL_8X22B, config_of, request_for, unmeasured
 
 from placement.cluster.assignment import Node, Seat
 from placement.errors import DoesNotFitError
@@ -43,10 +43,6 @@ def server(gpus: int = 1, sockets: int = 1, memory_gib: int = 512) -> tuple[Node
     return described({"nodes": [node]}).as_nodes()
 
 
-def unknown(seats: Sequence[Seat], threads: Mapping[int, Sequence[int]]) -> dict[int, float]:
-    return {}
-
-
 def plan(
     config: HeteroConfig = AUTO,
     nodes: Sequence[Node] | None = None,
@@ -55,16 +51,11 @@ def plan(
     pipeline: int = 2,
     tensor: int = 1,
     partition: str | None = None,
-    measure: Any = unknown,
+    measure: Any = unmeasured,
 ) -> LayerPlan:
+    there = server() if nodes is None else nodes
     return plan_layers(
-        config,
-        server() if nodes is None else nodes,
-        facts,
-        pipeline_parallel_size=pipeline,
-        tensor_parallel_size=tensor,
-        partition=partition,
-        measure=measure,
+        request_for(config, there, facts, pipeline, tensor, partition=partition, measure=measure)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from plan_cases import LLAMA_8B, LLAMA_70B, config_of
+from plan_cases import LLAMA_8B, LLAMA_70B, config_of, request_for
 from typer.testing import CliRunner
 
 from placement.cluster.assignment import Node
@@ -53,10 +53,6 @@ MODELS = {
 }
 
 
-def unmeasured(seats: Any, threads: Any) -> dict[int, float]:
-    return {}
-
-
 def command(*arguments: object) -> Any:
     app = typer.Typer()
     app.command()(plan_command)
@@ -77,14 +73,8 @@ def test_the_command_and_the_engine_answer_the_same(
     nodes = described({"nodes": MACHINES[machine]}).as_nodes()
     shape = shape_from_config(MODELS[model])
     facts = facts_of_checkpoint(MODELS[model], shape, nodes)
-    choice = choose_layout(HeteroConfig(), nodes, facts, measure=unmeasured)
-    assert choice is not None
-    stages = layout_of(choice)
-    engine = plan_layers(
-        HeteroConfig(layout=stages), nodes, facts,
-        pipeline_parallel_size=len(stages), tensor_parallel_size=max(map(len, stages)),
-        partition=None, measure=unmeasured,
-    )  # fmt: skip
+    choice = choose_layout(request_for(HeteroConfig(), nodes, facts))
+    engine = plan_layers(request_for(HeteroConfig(layout=layout_of(choice)), nodes, facts))
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout)
     assert engine.split is not None
@@ -129,7 +119,7 @@ def facts_for(shape: Any, length: int = 4096) -> EngineFacts:
 
 def chosen(shape: Any, *nodes: dict[str, Any]) -> Any:
     there: Sequence[Node] = described({"nodes": list(nodes)}).as_nodes()
-    return choose_layout(HeteroConfig(), there, facts_for(shape), measure=unmeasured)
+    return choose_layout(request_for(HeteroConfig(), there, facts_for(shape)))
 
 
 H100 = {"part": "H100 SXM"}
@@ -174,7 +164,7 @@ def test_what_is_not_known_is_said_where_the_choice_is_left_to_the_user() -> Non
     nothing = EngineFacts(None, "why", 32, 4096, 256, 2048, 0.92)
     nodes = described({"nodes": MACHINES["two sockets"]}).as_nodes()
     with pytest.raises(UnknownModelError, match="why"):
-        choose_layout(HeteroConfig(), nodes, nothing, measure=unmeasured)
+        choose_layout(request_for(HeteroConfig(), nodes, nothing))
 
 
 def test_stages_have_sizes_that_divide_the_heads() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import config_of
+from plan_cases import config_of, request_for
 
 from placement.model.reading import shape_from_config
 from placement.plan.cost import fixed_step, layer_step, output_step, send_step
@@ -41,23 +41,25 @@ SOCKET: dict[str, Any] = {
 
 
 def split_of(
-    layout: Sequence[Sequence[str]], *, context: int = 1024, config: Any = LLAMA, **cpu: Any
+    layout: Sequence[Sequence[str]], *, context: int = 1024, model: Any = LLAMA, **cpu: Any
 ) -> Split:
     """Half of a model's layers on a CPU stage, on the machine that was measured."""
-    shape = shape_from_config(config)
+    shape = shape_from_config(model)
     facts = EngineFacts(shape, "", 32, 32768, 256, STEP_TOKENS, 0.92, is_bf16=True)
     sockets = len(layout[0])
     parts = {key: SOCKET[key] // sockets for key in ("cores", "read_gb_s", "memory_gib")}
     node = {"name": "a", "gpus": GPU, "sockets": {**SOCKET, **parts, "count": sockets}}
-    found = plan_layers(
-        HeteroConfig(
-            layout=[list(stage) for stage in layout], layers=[16, 16], cpu=cpu,
-            workload={"users": 1, "context": context},
-        ),
-        described({"nodes": [node]}).as_nodes(), facts,
-        pipeline_parallel_size=2, tensor_parallel_size=max(map(len, layout)), partition=None,
-        measure=lambda seats, threads: {seat.rank: 1e9 * parts["read_gb_s"] for seat in seats},
+    config = HeteroConfig(
+        layout=[list(stage) for stage in layout], layers=[16, 16], cpu=cpu,
+        workload={"users": 1, "context": context},
     )  # fmt: skip
+    nodes = described({"nodes": [node]}).as_nodes()
+    rate = 1e9 * parts["read_gb_s"]
+    found = plan_layers(
+        request_for(
+            config, nodes, facts, measure=lambda seats, _: {seat.rank: rate for seat in seats}
+        )
+    )
     assert found.split is not None
     return found.split
 
@@ -125,7 +127,7 @@ def test_the_same_figures_give_what_prefetching_takes(point: tuple[int, int]) ->
     ("form", "scheme"), [("fp8", FP8_IN_BLOCKS), ("w4a16", INTEGERS_OF_4_BITS)]
 )
 def test_codes_are_expanded_on_the_gpu(form: str, scheme: Any) -> None:
-    split = split_of(ONE, context=128, config={**LLAMA, "quantization_config": dict(scheme)})
+    split = split_of(ONE, context=128, model={**LLAMA, "quantization_config": dict(scheme)})
     found = measured(f"ray_hetero cpu-gpu {form}")[1, 128]
     assert split.prefill_s == pytest.approx(found, rel=CODED)
 
@@ -186,11 +188,8 @@ def test_only_a_gpu_of_the_same_node_is_lent() -> None:
     facts = EngineFacts(shape, "", 32, 4096, 256, 2048, 0.92, is_bf16=True)
 
     def with_prompt_gpu(nodes: Any, facts: EngineFacts = facts, **keys: Any) -> list[StageDevices]:
-        found = plan_layers(
-            HeteroConfig(layout=[["cpu"], ["gpu"]], **keys), described({"nodes": nodes}).as_nodes(),
-            facts, pipeline_parallel_size=2, tensor_parallel_size=1, partition=None,
-            measure=lambda *_: {},
-        )  # fmt: skip
+        config = HeteroConfig(layout=[["cpu"], ["gpu"]], **keys)
+        found = plan_layers(request_for(config, described({"nodes": nodes}).as_nodes(), facts))
         assert found.split is not None
         return [one.devices for one in found.split.stages if one.devices.prompt_gpu is not None]
 

@@ -19,6 +19,7 @@ from ray_hetero.config import ExpertsConfig, HeteroConfig
 from ray_hetero.planning.engine_facts import facts_of_checkpoint
 from ray_hetero.planning.machine import described_machine
 from ray_hetero.planning.model_plan import ModelPlan, plan_model
+from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.quantise_first import (
     FP8_IN_BLOCKS,
     INTEGERS_OF_4_BITS,
@@ -38,7 +39,8 @@ START = "Quantise first: "
 def planned(config: dict[str, Any], node: dict[str, Any], **keys: Any) -> ModelPlan:
     machine = described_machine(described({"nodes": [{"name": "a", **node}]}))
     facts = facts_of_checkpoint(config, shape_from_config(config), machine.nodes)
-    return plan_model("m", machine, facts, HeteroConfig(**keys), quantised=quantised_forms(config))
+    request = PlanRequest(HeteroConfig(**keys), machine, facts)
+    return plan_model("m", request, quantised=quantised_forms(config))
 
 
 def remark(found: ModelPlan) -> str:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from plan_cases import LLAMA_8B
+from plan_cases import LLAMA_8B, request_for
 from worlds import world
 
 from placement.cluster import ray_cluster
@@ -28,15 +28,8 @@ def plan(config: HeteroConfig, gpus: int = 0) -> LayerPlan:
         "sockets": {"part": "Xeon 8480+", "count": 2, "cores": 56, "memory_gib": 512},
         **({"gpus": {"part": "H100 SXM", "count": gpus}} if gpus else {}),
     }
-    return plan_layers(
-        config,
-        described({"nodes": [node]}).as_nodes(),
-        FACTS,
-        pipeline_parallel_size=2,
-        tensor_parallel_size=1,
-        partition=None,
-        measure=lambda seats, threads: {},
-    )
+    nodes = described({"nodes": [node]}).as_nodes()
+    return plan_layers(request_for(config, nodes, FACTS, 2, 1))
 
 
 def test_a_rank_needs_weights_and_cache_and_what_runs_beside_them() -> None:
