@@ -99,7 +99,7 @@ def prose_of_cpp(text: str) -> str:
 
 
 def prose(path: Path) -> str:
-    """What of a file is meant to be read by people, on the lines where it stands."""
+    """Prose of a file, on the lines where it stands."""
     text = path.read_text(encoding="utf-8")
     match path.suffix:
         case ".md":
@@ -127,7 +127,7 @@ def files() -> list[str]:
 
 
 def misspelt(names: list[str]) -> str:
-    """What codespell says about these files, one line for each wrong word."""
+    """Report of codespell about these files, one line for each wrong word."""
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             # In a folder of their own: codespell takes a pyproject.toml beside it for its settings.

@@ -88,7 +88,7 @@ class Tab:
 
     socket: aiohttp.ClientWebSocketResponse
     errors: list[str] = field(default_factory=list)
-    """What the browser has reported since the page was opened."""
+    """Reports of the browser since the page was opened."""
     _number: int = 0
     _is_loaded: bool = False
 
@@ -178,7 +178,7 @@ def served() -> Iterator[str]:
 
 
 async def look_at(tab: Tab, site: str, page: Path, look: Look, out: Path | None) -> list[str]:
-    """What is wrong with one page in one look; keeps a picture of it."""
+    """Problems of one page in one look; keeps a picture of it."""
     await tab.open("about:blank")
     size = {"width": look.width, "deviceScaleFactor": 1, "mobile": look.device == "phone"}
     await tab.call("Emulation.setDeviceMetricsOverride", height=HEIGHT, **size)

@@ -36,7 +36,7 @@ def lines(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def point(name: str, contender: str, batch: int, prompt: int, output: int = 32) -> dict[str, Any]:
-    """What one contender needed for one load; empty where it was not run."""
+    """Figures of one contender under one load; empty where it was not run."""
     found = [
         one
         for one in raw(name)["contenders"][contender]["points"]

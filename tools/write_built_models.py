@@ -51,7 +51,7 @@ def _is_known(path: Path) -> bool:
 
 
 def answers(models: list[Path]) -> dict[str, dict[str, object]]:
-    """What vLLM answers for models, by name; `problem` where it cannot build one."""
+    """Answers of vLLM for models, by name; `problem` where it cannot build one."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-c", BUILDING, out, *map(str, models)]
         subprocess.run(command, check=True, env=environment(), stdin=subprocess.DEVNULL)

@@ -24,7 +24,7 @@ MODELS = (
 
 
 def rows() -> list[tuple[str, ...]]:
-    """What is refused, where, why, and what to do instead."""
+    """Table of refusals: option, place, reason, and what to do instead."""
     return [
         (_what(row), where, why(row), row.instead)
         for where, refusals in REFUSALS.items()

@@ -47,7 +47,7 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def values(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
+    """Values that a JSON schema allows, in words."""
     if "anyOf" in schema:
         return " or ".join(values(one) for one in schema["anyOf"])
     if "const" in schema:

@@ -413,7 +413,7 @@ def with_avx512() -> str:
 
 
 def beside_mp() -> str:
-    """What a step costs in which there is nothing to compute."""
+    """Costs of a step in which there is nothing to compute."""
     rows = []
     for ranks, name in CONTROL.items():
         for figure in ("step at batch 1, ms", "step at batch 32, ms"):
@@ -424,7 +424,7 @@ def beside_mp() -> str:
 
 
 def ways_of_streaming() -> str:
-    """What the comparison says of vLLM's own backends."""
+    """Rows of the comparison about vLLM's own backends."""
     rows: list[tuple[str, ...]] = []
     for text, batch, prompt in (("1 sequence", 1, 128), ("8 sequences", 8, 128)):
         rows.append((
@@ -451,7 +451,7 @@ def ways_of_streaming() -> str:
 
 
 def kernels_compared() -> str:
-    """What the comparison says of kt-kernel."""
+    """Rows of the comparison about kt-kernel."""
     return table(
         ("tokens", "this project, 12 bits", "kt-kernel 0.7.2, bf16"),
         (

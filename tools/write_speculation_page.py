@@ -90,7 +90,7 @@ def steps() -> str:
 
 
 def gains() -> str:
-    """What drafts make of these steps."""
+    """Figures of these steps with drafts."""
     known = measured()
     rows = []
     for requests, drafts in LOADS:

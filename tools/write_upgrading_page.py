@@ -27,7 +27,7 @@ LABELS = ("Replaces", "Uses", "Why", "Serves", "Can go when")
 
 @dataclass(frozen=True)
 class Touched:
-    """What one function, class or module of compat touches of vLLM."""
+    """Names of vLLM that one function, class or module of compat touches."""
 
     module: str
     name: str
@@ -52,7 +52,7 @@ def touched() -> Iterator[Touched]:
 
 
 def labelled(docstring: str, label: str) -> str:
-    """What a docstring says behind a label, in one line; empty if nothing."""
+    """Text of a docstring behind a label, in one line; empty if there is none."""
     labels = "|".join(LABELS)
     found = re.search(rf"^{label}: (.+?)(?=\n(?:{labels}):|\n\n|\Z)", docstring, re.S | re.M)
     return " ".join(found[1].split()).rstrip(".") if found else ""

@@ -76,7 +76,7 @@ def config_of(model: str, form: str) -> dict[str, Any]:
 
 
 def planned(model: str, form: str, machine: str) -> ModelPlan | None:
-    """What `ray-hetero plan` answers; None where the model does not fit."""
+    """Plan of `ray-hetero plan`; None where the model does not fit."""
     config, there = config_of(model, form), machine_of(machine)
     facts = facts_of_checkpoint(
         config, shape_from_config(config), there.nodes, max_model_len=LENGTH

@@ -129,7 +129,7 @@ class RankActors:
         return self.fingerprints
 
     def start(self, requests: Any) -> list[Any]:
-        """Have the ranks join their groups and load their weights; handles of their queues.
+        """Make the ranks join their groups and load their weights; returns handles of their queues.
 
         Args:
             requests: handle of the queue that every rank reads.
@@ -166,7 +166,7 @@ class RankActors:
         return {node: tuple(sorted(found)) for node, found in gpus.items()}
 
     def run(self) -> None:
-        """Have the ranks serve; returns at once."""
+        """Start the ranks' loops of steps; returns at once."""
         self._runs = {actor.run.remote(): rank for rank, actor in enumerate(self._actors)}
 
     def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
@@ -219,7 +219,7 @@ def _warn_of_passwords(environment: Mapping[str, str]) -> None:
 
 
 def _models_of(engine_args: Any) -> set[str]:
-    """What a rank may read from the hub or from an object store."""
+    """Names that a rank may read from the hub or from an object store."""
     speculative = engine_args.speculative_config
     names = {engine_args.model, engine_args.tokenizer, engine_args.hf_config_path}
     if isinstance(speculative, dict):

@@ -1,4 +1,4 @@
-"""What an engine decides before it takes anything: the executor's step `plan`."""
+"""The executor's step `plan`: all decisions of an engine before it reserves any device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What the step `plan` decides; the same for all generations of ranks."""
+    """Decisions of the step `plan`, which hold for all generations of ranks."""
 
     layers: LayerPlan
     specs: tuple[RankSpec, ...]

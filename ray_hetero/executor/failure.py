@@ -1,4 +1,4 @@
-"""What ended the ranks: the cause told apart from its consequences, and told once to all who wait.
+"""Cause of the end of ranks: told apart from its consequences, and reported once to all waits.
 
 When one rank dies, its peers fail a moment later in whatever they were doing with it, and their
 errors may arrive first.
@@ -128,7 +128,7 @@ def _told(ending: Ending, processes: RankProcesses) -> str:
 
 
 class Failure:
-    """What ended a generation of ranks, once it is known; the first report stays."""
+    """Cause of the end of a generation of ranks, once it is known; the first report stays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

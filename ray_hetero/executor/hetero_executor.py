@@ -273,7 +273,7 @@ class HeteroExecutor(GuardedExecutor):
     # --- warm up: vLLM calls these after _init_executor -------------------------------------
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
-        """What each rank's layers keep; of stages of several sizes as if all had one size."""
+        """KV cache specifications of each rank's layers, as if all stages had one size."""
         specs: list[dict[str, Any]] = super().get_kv_cache_specs()
         self._kv_shares = KvShares(specs, self.world.layout, self.model_config)
         return self._kv_shares.common

@@ -1,4 +1,4 @@
-"""What a rank's memory has left for the KV cache, beside what one request takes of it.
+"""Memory of a rank for the KV cache, beside the bytes that one request takes of it.
 
 vLLM ends a start in which the longest request has no room, and says by how much.  It knows neither
 which rank is short nor that layers could be on another one; that is said here, just before.
@@ -22,7 +22,7 @@ def shortages(
     plan: LayerPlan,
     vllm_config: VllmConfig,
 ) -> list[str]:
-    """What to say of each rank in which a request of the longest length has no room.
+    """Sentences about each rank in which a request of the longest length has no room.
 
     Args:
         available: bytes for the KV cache, by rank.

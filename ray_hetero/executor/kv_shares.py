@@ -27,7 +27,7 @@ def heads_of_rank(kv_heads: int, ranks: int) -> int:
 
 
 class KvShares:
-    """What the ranks keep, as it is and as vLLM plans it.
+    """KV cache specifications of the ranks: their own, and those that vLLM plans with.
 
     Args:
         specs: by rank: of each layer, by name.
@@ -47,7 +47,7 @@ class KvShares:
 
     @property
     def common(self) -> list[dict[str, Any]]:
-        """What vLLM plans with, by rank."""
+        """Specifications that vLLM plans with, by rank."""
         return [
             specs
             if own == planned
@@ -72,7 +72,7 @@ class KvShares:
         return kv_room.shortages(available, self._specs, plan, vllm_config)
 
     def own(self, configs: Sequence[Any], vllm_config: VllmConfig) -> list[Any]:
-        """What each rank keeps, by rank, of what vLLM has planned."""
+        """Configurations of the ranks' own caches, by rank, from those that vLLM has planned."""
         return [
             config
             if own == planned

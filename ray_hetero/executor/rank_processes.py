@@ -66,7 +66,7 @@ class RankProcesses:
         return f"{self._world.describe(rank)}, {self._places[rank].process}"
 
     def look(self) -> str:
-        """What every rank is doing, the likeliest culprit of a hang first.
+        """Activities of all ranks, the likeliest culprit of a hang first.
 
         The ranks also write the stacks of their threads into their logs.
         """
@@ -88,7 +88,7 @@ class RankProcesses:
         )
 
     def traces(self, rank: int) -> str:
-        """What a dead rank has left behind on its node, in words."""
+        """Traces that a dead rank has left on its node, in words."""
         node = self._world.members[rank].node_id
         answers = self._on_nodes(lambda places: _traces_of(places[rank]), {node})
         return answers.get(node, "its node does not answer")

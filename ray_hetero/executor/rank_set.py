@@ -81,13 +81,13 @@ class Actors(Protocol):
 
     @property
     def seconds(self) -> Sequence[Mapping[str, float]]:
-        """What each rank has taken for the parts of `start`; empty before."""
+        """Seconds that each rank has taken for the parts of `start`; empty before."""
 
     def start(self, requests: Any) -> Sequence[Any]:
-        """Have the ranks load, told the handle of their queue; handles of their queues back."""
+        """Make the ranks load, with the handle of their queue; returns handles of theirs."""
 
     def run(self) -> None:
-        """Have the ranks serve; returns at once."""
+        """Start the ranks' loops of steps; returns at once."""
 
     def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
         """Wait for so many ranks to end."""
@@ -173,7 +173,7 @@ class RankSet:
     def connect(
         self, requests: Requests, answers: Sequence[Answers], limit_s: float, key: str
     ) -> None:
-        """Have the ranks serve these queues, and watch them from now on.
+        """Make the ranks serve these queues, and watch them from now on.
 
         Args:
             requests: queue that every rank reads.

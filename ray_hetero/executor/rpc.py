@@ -31,7 +31,7 @@ STEP_METHODS = frozenset(
 
 
 class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
-    """What an executor does with the ranks that it has, and about those that end."""
+    """Executor's calls of its ranks, and its answer to ranks that end."""
 
     _config: HeteroConfig
     _spec: EngineSpec
@@ -54,7 +54,7 @@ class GuardedExecutor(RayExecutorV2):  # type: ignore[misc]
         return self._ranks is not None and self._ranks.is_failed
 
     def verdict(self) -> str | None:
-        """What ended the ranks, if one of them has ended or is just about to."""
+        """Cause of the ranks' end, if one of them has ended or is about to."""
         return None if self._ranks is None else self._ranks.verdict()
 
     def collective_rpc(

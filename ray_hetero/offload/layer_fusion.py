@@ -46,7 +46,7 @@ Memories = dict[AttentionShape, AttentionMemory | None]
 
 @dataclass(frozen=True)
 class Fused:
-    """What was fused of a model."""
+    """Result of fusing the layers of a model."""
 
     layers: int
     is_shared: bool
@@ -141,7 +141,7 @@ def install(
 
 
 def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
-    """What takes the places of layers that are one operator, by its number."""
+    """Modules in the places of layers that are one operator, by its number."""
     first = layers[0]
     if first.mlp is not None:
         yield WITH_MODULES[first.calls](run, first.mlp)
@@ -167,7 +167,7 @@ def _on_gpu(
 def _memory(
     layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
 ) -> AttentionMemory | None:
-    """What attention on the GPU needs, if a GPU computes these layers and has room for it."""
+    """Memory for attention on the GPU, if one computes these layers and has room for it."""
     many, shape = kernel.prompts, gpu_layers.shape_of(layers)
     if many is None or shape is None or not _has_weights(layers, many.gpu):
         return None

@@ -1,4 +1,4 @@
-"""What a CPU rank computes its linear layers with.
+"""Linear layers of a CPU rank, and the kernels that compute them.
 
 Chosen before the weights are loaded, complete once they are: few tokens a step are computed by the
 socket, many by a prompt GPU where the node has one.
@@ -138,7 +138,7 @@ class LinearLayers:
             )
 
     def _packed(self, layer: torch.nn.Module) -> torch.Tensor:
-        """What the kernel reads in the place of a layer's weight."""
+        """Weight that the kernel reads in the place of a layer's own."""
         assert self._kernel is not None
         if self._is_loaded:
             raise UnsupportedError(RELOAD)
@@ -156,7 +156,7 @@ class LinearLayers:
     def _stored(
         self, layer: torch.nn.Module, kind: type[ScaledWeight], codes: Codes
     ) -> torch.Tensor:
-        """What the kernel reads in the place of a quantised layer's weight."""
+        """Weight that the kernel reads in the place of a quantised layer's own."""
         assert self._kernel is not None
         if self._is_loaded:
             raise UnsupportedError(RELOAD)
@@ -191,7 +191,7 @@ class LinearLayers:
         return weight
 
     def sum_terms(self, hidden: int) -> SumTerms | None:
-        """What this rank can add up with the others of its group, now that all weights are there.
+        """Sums that this rank can compute with the others of its group, once all weights are there.
 
         Args:
             hidden: elements of a token's hidden state.
@@ -276,7 +276,7 @@ class LinearLayers:
         return f"streaming, {fused.layers} decoder_layers, {held}, {experts}"
 
     def _offer(self, found: Fusible) -> PromptOffer | None:
-        """What this rank brings for one GPU to compute the prompts of its group."""
+        """Offer of this rank for one GPU to compute the prompts of its group."""
         if self._shared is None or self._device is None or found.left or not found.runs:
             return None
         if any(layer.mlp is not None for run in found.runs for layer in run.layers):

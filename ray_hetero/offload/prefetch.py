@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ComputesPrompts(Protocol):
-    """What computes prompts of a rank."""
+    """Layers or products that compute prompts of a rank."""
 
     from_tokens: int
     """Least tokens of a step that a GPU computes."""
@@ -29,10 +29,10 @@ class ComputesPrompts(Protocol):
 
 
 class Decodes(Protocol):
-    """What computes decode steps, with a part for a GPU."""
+    """Layers that compute decode steps, with a part for a GPU."""
 
     def fetch_ahead(self, tokens: int) -> None:
-        """Have weights of the GPU's part of a step of so many tokens come."""
+        """Prefetch weights of the GPU's part of a step of so many tokens."""
 
 
 _offered: dict[OffloadGpu, ComputesPrompts] = {}
@@ -44,7 +44,7 @@ _first: list[Decodes] = []
 
 
 def use(prompts: Iterable[ComputesPrompts], first: Decodes | None = None) -> None:
-    """Have what computes this process's prompts read their weights ahead.
+    """Register the layers or products of prompts, which then read their weights ahead.
 
     Args:
         prompts: layers, or products.
@@ -63,7 +63,7 @@ class Prefetcher:
         self._requests: set[str] = set()
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Have weights come if the step has prompts that a GPU computes.
+        """Prefetch weights if the step has prompts that a GPU computes.
 
         Weights come too if no request is left.
 

@@ -32,7 +32,7 @@ def main(request: Path, answer: Path) -> None:
 
 
 def built(folder: str, dtype: str = "auto", *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What is in vLLM's class of a model; see `compat.model_parts.parts_of`.
+    """Tensors of vLLM's class of a model; see `compat.model_parts.parts_of`.
 
     Args:
         folder: with a config.json.

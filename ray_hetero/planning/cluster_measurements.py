@@ -79,7 +79,7 @@ def _node_id() -> str:
 
 
 def rows_probe(nodes: Sequence[Node], config: CpuConfig, timeout_s: float) -> MeasureRows:
-    """What measures ranks on the nodes of the Ray cluster that this process is connected to.
+    """Function that measures ranks on the nodes of the connected Ray cluster.
 
     Args:
         nodes: the cluster.

@@ -58,7 +58,7 @@ def with_fitting_length(facts: EngineFacts, plan: PlanOf) -> EngineFacts:
 def shorter_context(
     facts: EngineFacts, found: LayerPlan | None, in_8_bits: ModelShape | None, plan: PlanOf
 ) -> str:
-    """What to say of shorter sequences beside a plan; empty where they would gain little.
+    """Remark about shorter sequences beside a plan; empty where they would gain little.
 
     Args:
         facts: of the plan.

@@ -1,4 +1,4 @@
-"""What drafts for a model, as far as planning has to know it."""
+"""Drafters of a model, as far as planning has to know them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def drafter_of(
     method: str | None, drafts: int, model: object, target: ModelShape | None
 ) -> Drafter | None:
-    """What drafts, with sizes as far as they are known.
+    """Drafter of a model, with sizes as far as they are known.
 
     Args:
         method: vLLM's name; None is a draft model where there is a model.

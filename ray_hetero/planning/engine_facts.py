@@ -1,4 +1,4 @@
-"""What planning needs to know of the model and of the engine, read off vLLM's configuration."""
+"""Facts of the model and of the engine that planning needs, from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def facts_of_checkpoint(
 
 
 def model_of(engine_args: EngineArgs) -> ModelConfig:
-    """What vLLM finds out of the model that its arguments name."""
+    """Configuration of the model that vLLM's arguments name, as vLLM makes it."""
     # It notes what it has found in the arguments, which are vLLM's to read once more.
     return copy.copy(engine_args).create_model_config()
 
@@ -166,7 +166,7 @@ def facts_of_model(
 
 @dataclass(frozen=True)
 class ServerDefaults:
-    """What vLLM takes for a server where nobody says (EngineArgs.get_batch_defaults)."""
+    """vLLM's own defaults for a server (EngineArgs.get_batch_defaults)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -95,7 +95,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen and what else there was."""
+    """Chosen layout, and the other ones."""
 
     chosen: Candidate
     others: tuple[Candidate, ...]
@@ -117,7 +117,7 @@ class Choice:
 
     @property
     def shorter_with_experts(self) -> Candidate | None:
-        """What would be chosen if somebody asked for expert ranks; None where it is not shorter."""
+        """Layout that asking for expert ranks would choose; None where its step is not shorter."""
         fitting = [one for one in self.unasked if one.plan is not None]
         found = fitting[0] if fitting else None
         return None if found is None or found.step_s >= self.chosen.step_s else found

@@ -1,4 +1,4 @@
-"""What is planned on: this host, a cluster that runs, or the description of one."""
+"""Machines to plan on: this host, a cluster that runs, or the description of one."""
 
 from __future__ import annotations
 

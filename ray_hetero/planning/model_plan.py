@@ -34,7 +34,7 @@ USUAL_USERS = (1, 4, 16, 64)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What an engine would do with a model on a machine."""
+    """Plan of an engine for a model on a machine."""
 
     plan: Plan
     layers: LayerPlan

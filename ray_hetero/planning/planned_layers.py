@@ -1,4 +1,4 @@
-"""What planning the layers answers: a world with its layers, and what to expect of a step."""
+"""Result of planning the layers: a world with its layers, and the predicted step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerPlan:
 
     @property
     def experts(self) -> tuple[ExpertPlan, ...]:
-        """What each expert rank holds; none where there are none, or nothing is known."""
+        """Experts that each expert rank holds; none where there are none, or nothing is known."""
         if self.split is None:
             return ()
         devices, layers = self.split.stages[0].devices.experts, self.world.expert_layers
@@ -61,7 +61,7 @@ class LayerPlan:
         return None if self.split is None else self.split.stages[0].devices.ranks[0].figures
 
     def forecast(self, rank: int) -> Forecast | None:
-        """What the plan expects of one rank."""
+        """Predictions of the plan for one rank."""
         if self.split is None or self.world.members[rank].serves_experts:
             return None
         work = self.split.work
@@ -96,7 +96,7 @@ class LayerPlan:
 
 
 def describe_split(plan: LayerPlan) -> tuple[str, ...]:
-    """What the plan expects, in lines for the log; none where nothing is known."""
+    """Predictions of a plan, in lines for the log; none where nothing is known."""
     split = plan.split
     if split is None:
         return ()

@@ -1,4 +1,4 @@
-"""What the same model would do in fewer bits a weight: often more than any placement can.
+"""Gain of the same model in fewer bits a weight, which is often more than any placement's.
 
 A GPU reads its memory about ten times as fast as a socket does.  So a checkpoint of which a
 quantised form fits the GPUs, or is several times as fast, is better quantised before it is placed.
@@ -80,7 +80,7 @@ def quantise_first(
     found: LayerPlan | None,
     plan: Callable[[ModelShape], LayerPlan],
 ) -> str:
-    """What to say of quantised forms beside a plan; empty where there is nothing to say.
+    """Remark about quantised forms beside a plan; empty where they would gain little.
 
     Args:
         forms: of the same model.

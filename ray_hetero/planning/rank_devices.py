@@ -1,4 +1,4 @@
-"""What the devices of all ranks can do, in the stages that they are in."""
+"""Devices of all ranks, with their figures in the stages that they are in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ray_hetero.world import World
 
 @dataclass(frozen=True)
 class Latency:
-    """What a step costs beside bytes and operations, in seconds."""
+    """Cost of a step beside bytes and operations, in seconds."""
 
     layer_s: float
     step_s: float

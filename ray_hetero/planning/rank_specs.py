@@ -1,4 +1,4 @@
-"""What each rank's process is told, from the plan and the nodes that it was made for."""
+"""Specifications of the ranks' processes, from the plan and its nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rank_specs(
 
 
 def place_of(plan: LayerPlan, seat: Seat, host: Host, engine: EngineSpec) -> str:
-    """What times that a CPU rank measures depend on beside its kernels and weights."""
+    """Name of a CPU rank's place; measured times depend on it beside kernels and weights."""
     if seat.kind != "cpu":
         return ""
     beside = [

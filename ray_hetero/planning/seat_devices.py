@@ -1,4 +1,4 @@
-"""What the device of one seat can do: from the configuration, measured, or a known part."""
+"""Device of one seat, with figures that are configured, measured, or of a known part."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _compute(host: Host, cores: int) -> float:
 
 
 def _free_bytes(seat: Seat, socket: Socket, host: Host, ranks_on_node: int) -> int:
-    """What a CPU rank may take of its socket: what is free there, within the control group."""
+    """Bytes that a CPU rank may take of its socket: free memory, within the control group."""
     if socket.free_bytes is None or socket.memory_bytes is None:
         raise UnknownDeviceError(
             f"free memory of socket {socket.id} of node {seat.node_name} is not known"

@@ -1,4 +1,4 @@
-"""What steps of several rows cost the socket of a CPU rank, measured on its own node.
+"""Costs of steps of several rows on a CPU rank's socket, measured on its own node.
 
 A step that verifies drafts has 1 + k rows a request.  What these cost is measured with the kernel
 that a rank streams its weights with, in a process of its own: the threads of OpenMP are bound when
@@ -40,7 +40,7 @@ MeasureRows = Callable[[Sequence[Seat], Threads], Mapping[int, RowCosts]]
 
 @dataclass(frozen=True)
 class RowKernel:
-    """What the linear layers of a host's CPU ranks are computed with."""
+    """Kernel of the linear layers of a host's CPU ranks."""
 
     level: str
     """Set of instructions of the kernel."""
@@ -51,7 +51,7 @@ class RowKernel:
 
     @property
     def version(self) -> str:
-        """What tells this kernel from others in the file of kept figures.
+        """Key of this kernel in the file of kept figures.
 
         Raises:
             NativeError: the kernels are not compiled here.
@@ -73,7 +73,7 @@ def kernel_of(config: CpuConfig, host: Host) -> RowKernel | None:
 
 
 def costs_here(cpus: Sequence[int], kernel: RowKernel) -> RowCosts:
-    """What several rows cost these CPUs of this host; kept for later starts.
+    """Costs of several rows on these CPUs of this host; kept for later starts.
 
     Raises:
         NativeError: it cannot be measured here.
@@ -121,7 +121,7 @@ def say_missing(where: str, why: object) -> None:
 
 
 def rows_probe_here(host: Host, config: CpuConfig) -> MeasureRows:
-    """What measures ranks on this host."""
+    """Function that measures ranks on this host."""
 
     def ask(places: Sequence[Place]) -> dict[Place, RowCosts]:
         answers = {}
@@ -157,7 +157,7 @@ class RowsProbe:
         self._known: dict[Place, RowCosts | None] = {}
 
     def __call__(self, seats: Sequence[Seat], threads: Threads) -> dict[int, RowCosts]:
-        """What several rows cost each CPU rank for which it is known."""
+        """Costs of several rows on each CPU rank for which they are known."""
         # Ranks of a stage on one package compute at the same time.
         places = {
             rank: (group.node_id, group.cpus)

@@ -1,4 +1,4 @@
-"""What is asked of `choose_split`: the step to price, and what the KV cache must hold.
+"""Arguments of `choose_split`: the step to price, and the tokens that the KV cache must hold.
 
 Both follow from the configuration's `workload` and from the engine's limits, so that a command and
 an engine with the same settings plan alike.
@@ -40,7 +40,7 @@ class Asked:
 
 
 def asked_in_turn(config: HeteroConfig, facts: EngineFacts) -> tuple[Asked, ...]:
-    """What a configuration asks of an engine, and what is enough where that does not fit.
+    """Demands of a configuration on an engine, then those that suffice where they do not fit.
 
     Args:
         config: its `workload` and `objective`.

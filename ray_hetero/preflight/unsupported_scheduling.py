@@ -26,7 +26,7 @@ class Scheduling:
 
 
 def obstacle(scheduling: Scheduling) -> str | None:
-    """What keeps an engine from asynchronous scheduling; None if nothing does."""
+    """Obstacle to an engine's asynchronous scheduling; None if there is none."""
     vllm_config = scheduling.vllm_config
     batches = scheduling.config.pipeline.batches_in_flight
     if len(scheduling.layout.stages) == 1:
@@ -46,5 +46,5 @@ def obstacle(scheduling: Scheduling) -> str | None:
 
 
 def obstacle_to_what_is_asked(scheduling: Scheduling) -> str | None:
-    """What keeps an engine from the asynchronous scheduling that the user asks for."""
+    """Obstacle to the asynchronous scheduling that the user asks for."""
     return obstacle(scheduling) if scheduling.is_asked else None

@@ -49,7 +49,7 @@ def new_path() -> str:
 
 
 def late(path: str, limit_s: float, step_limit_s: float) -> str | None:
-    """What is wrong with one of the engines, in words for a client; None while all go on.
+    """Problem of one of the engines, in words for a client; None while all go on.
 
     Args:
         path: from `new_path`.

@@ -17,7 +17,7 @@ HIDING = "CUDA_VISIBLE_DEVICES"
 
 
 def _initialise() -> str:
-    """What stands in the way of GPUs; empty if nothing does."""
+    """Obstacle to the use of GPUs; empty if there is none."""
     if os.environ.get(VARIABLE) != "1":
         return "this process was started without GPUs"
     hidden = os.environ.pop(HIDING, None)

@@ -1,4 +1,4 @@
-"""What a CPU rank holds of its model's embedding and output matrix."""
+"""Embedding and output matrix of a CPU rank's model, as the rank holds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def keep_embeddings(vllm_config: VllmConfig, layout: Layout, stage: int) -> bool:
-    """Have vLLM make both in the form in which a rank needs them, before it loads its weights.
+    """Make vLLM create both in the form that a rank needs, before it loads its weights.
 
     Args:
         vllm_config: of the rank.

@@ -17,7 +17,7 @@ MIB_PER_PAGE = numa_maps.PAGE_KIB / 1024
 
 @dataclass(frozen=True)
 class PlacementProof:
-    """What was found in one CPU rank's process."""
+    """Pages and threads found in one CPU rank's process."""
 
     own_nodes: tuple[int, ...]
     pages: Mapping[int, int]

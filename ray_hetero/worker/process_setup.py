@@ -1,4 +1,4 @@
-"""What the process of a rank does before it computes, whatever the rank is."""
+"""Preparation of a rank's process before it computes, whatever the rank is."""
 
 from __future__ import annotations
 

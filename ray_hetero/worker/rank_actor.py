@@ -294,7 +294,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         raise self.worker.failure
 
     def _take_late_tokens(self, calls: DriverCalls) -> None:
-        """Have steps begin without their tokens, where the driver schedules ahead of these."""
+        """Let steps begin without their tokens, where the driver schedules ahead of these."""
         stage, stages = self._rank.seat.stage, self._rank.world.layout.stages
         if not self._rank.shared.schedules_ahead or stage == len(stages) - 1:
             return
@@ -307,7 +307,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         self.worker.late_tokens = late_tokens.LateTokens(runner, None if stage else wait)
 
     def _problem(self) -> Exception | None:
-        """What makes nothing of steps that seem to have been computed."""
+        """Error of an expert rank that invalidates steps already returned."""
         assert self._remote_experts is not None
         if (problem := self._remote_experts.problem) is not None:
             self.worker.failure = problem

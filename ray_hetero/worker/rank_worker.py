@@ -109,7 +109,7 @@ class RankWorker:
             self.late_tokens.take(sampled)
 
     def step_totals(self) -> dict[str, float]:
-        """What the rank's step clock has added up; for `collective_rpc("step_totals")`."""
+        """Totals of the rank's step clock; for `collective_rpc("step_totals")`."""
         return asdict(self.clock.totals)
 
     def perform_step(self, by_stage: Sequence[Step]) -> Acknowledged:

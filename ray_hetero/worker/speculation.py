@@ -1,4 +1,4 @@
-"""What a rank has to do with speculative decoding, by its stage and the kinds in it."""
+"""Speculative decoding in a rank, by its stage and the kinds in it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank's steps need to know of it."""
+    """Context of a rank's warm-up steps."""
 
     rank: int
     kind: str
@@ -67,7 +67,7 @@ def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
 
 
 def run_ahead(worker: Any, serving_cpus: Collection[int], own_cpus: Collection[int]) -> None:
-    """Have a rank's vLLM worker make its largest forward pass while other ranks get ready.
+    """Run the largest forward pass of a rank's vLLM worker while other ranks get ready.
 
     Args:
         worker: vLLM's.

@@ -16,7 +16,7 @@ from placement.cluster.layout import Layout
 
 
 class Action(Enum):
-    """What a rank does in one step."""
+    """Action of a rank in one step."""
 
     MEASURE_MEMORY = "measure memory"
     """The worker's own memory measurement, with its profiling forward pass."""
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass(frozen=True)
 class WarmupSizes:
-    """What the schedule depends on besides the layout."""
+    """Sizes that the schedule depends on besides the layout."""
 
     max_num_batched_tokens: int
     max_num_seqs: int

@@ -1,4 +1,4 @@
-"""Docstrings of attributes stand alone: subject first, then unit or shape."""
+"""Docstrings stand alone: subject first, then unit or shape."""
 
 from __future__ import annotations
 
@@ -69,3 +69,40 @@ def test_docstrings_of_attributes_name_their_own_subject(package: str) -> None:
         for line, text in fragments(path.read_text(encoding="utf-8"))
     ]
     assert not found, "start with the subject, then its unit or shape:\n" + "\n".join(found)
+
+
+RIDDLES = ("What", "Have")
+"""First words of docstrings of modules, classes and functions that name no subject."""
+
+
+def riddles(source: str) -> list[str]:
+    """First line of each docstring that begins with one of `RIDDLES`."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, documented)
+    ]
+    return [
+        text.splitlines()[0] for text in texts if text.split()[:1] and text.split()[0] in RIDDLES
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""What a rank holds."""', 'class Rank:\n    """What computes."""\n',
+     'def start() -> None:\n    """Have the ranks start."""\n'],
+)  # fmt: skip
+def test_a_riddle_is_found_in_modules_classes_and_functions(source: str) -> None:
+    assert len(riddles(source)) == 1
+    assert riddles(source.replace("What", "Weights that").replace("Have", "Make")) == []
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "tools"])
+def test_docstrings_begin_with_a_noun_or_a_verb(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {text}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for text in riddles(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "begin with the subject, or with the verb of the action:\n" + "\n".join(found)

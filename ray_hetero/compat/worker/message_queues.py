@@ -183,7 +183,7 @@ def answer_if_well(process: Any, problem: Callable[[], Exception | None]) -> Non
 
 
 def error_of(answer: Any) -> str:
-    """What went wrong, from an answer that is none.
+    """Error that an answer of a rank reports in the place of a result.
 
     In vLLM 0.33, a rank with a KV connector answers with that one's output, and logs the error.
     """

@@ -59,7 +59,7 @@ class Room:
         return replace(weight, data=place.copy_(data))
 
     def _take(self, begin: int, end: int, half: int) -> None:
-        """Have memory for these bytes."""
+        """Provide memory for these bytes."""
 
 
 class SharedRoom(Room):

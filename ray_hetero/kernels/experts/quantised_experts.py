@@ -67,7 +67,7 @@ def held(
 
 
 def codes_of(stored: StoredExperts, expert: int) -> tuple[Codes, Codes]:
-    """What an expert's weights are: gate and up [2 · inner, hidden], and down [hidden, inner].
+    """Codes of an expert's weights: gate and up [2 · inner, hidden], and down [hidden, inner].
 
     Raises:
         UnsupportedError: scales of a shape that no checkpoint known here has.

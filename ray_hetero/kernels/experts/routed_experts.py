@@ -181,7 +181,7 @@ class RoutedExperts:
 
     @property
     def call(self) -> Any:
-        """What another native module calls (csrc/expert_call.h), valid as long as this is."""
+        """Function for another native module (csrc/expert_call.h); valid while this object is."""
         return self._native_module.ExpertCall(self._native, self._level)
 
     @property

@@ -1,4 +1,4 @@
-"""What all formats of weights have in common."""
+"""Base of all formats of weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HostWeight(ABC):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What weights of one stack have in common beside format and shape, as JSON has it."""
+        """Facts that weights of one stack share beside format and shape, as values of JSON."""
         return {}
 
     @classmethod

@@ -73,7 +73,7 @@ class Codes:
 
     @property
     def layout(self) -> Layout:
-        """What the kernels are told."""
+        """Layout for the kernels."""
         is_uniform = len(self.scales) * BLOCK == self.shape[0]
         return Layout(
             self.group, self.scales.dtype, is_uniform, self.zeros is not None, self.factor
@@ -92,7 +92,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class Layout:
-    """What belongs to the codes of a weight, without the values."""
+    """Layout of a weight's scales and zero points, without their values."""
 
     group: int
     scales: torch.dtype
@@ -252,7 +252,7 @@ class ScaledWeight(HostWeight):
 
 
 def layout_of(facts: Mapping[str, Any]) -> Layout:
-    """What `ScaledWeight.facts` says."""
+    """Layout that `ScaledWeight.facts` describes."""
     import torch
 
     return Layout(**{**facts, "scales": getattr(torch, facts["scales"])})

@@ -1,4 +1,4 @@
-"""What LoRA adapters of requests add to the linear layers of a CPU rank.
+"""LoRA adapters of requests: their addends to the linear layers of a CPU rank.
 
 A step may have a request of one adapter beside another's, and beside requests without.  A decode
 step adds them in its native call (csrc/kernels/adapters.h); for steps of many tokens they are added

@@ -175,7 +175,7 @@ def as_norm(module: Any, *, of_rounded: bool = False) -> Norm | None:
 
 
 def known_scores(attend: Any) -> Scores | None:
-    """What an attention does to its scores; None if csrc/kernels/attention.h cannot do it."""
+    """Transformation of an attention's scores; None if csrc/kernels/attention.h lacks it."""
     impl = attend.impl
     is_known = (
         type(impl) is CPUAttentionBackendImpl

@@ -98,7 +98,7 @@ class DecoderLayers:
         return None if self._on_gpu is None else self._on_gpu.gpu
 
     def fetch_ahead(self, tokens: int) -> None:
-        """Have weights come that the GPU's part of a decode step needs, before that is called.
+        """Prefetch weights for the GPU's part of a decode step, before that is called.
 
         Args:
             tokens: of the step, in which no request has more than it may decode.
@@ -281,7 +281,7 @@ def registered() -> Sequence[DecoderLayers]:
 
 
 def register(layers: DecoderLayers) -> int:
-    """Have the operator compute layers; the number that it is called with."""
+    """Register layers with the operator; returns the number that it is called with."""
     _runs.append(layers)
     return len(_runs) - 1
 

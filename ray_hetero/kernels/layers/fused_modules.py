@@ -1,4 +1,4 @@
-"""What takes the place of decoder layers in a model of vLLM's: the operator, called as they were.
+"""Modules in the place of decoder layers of vLLM's models: they call the operator.
 
 The first layer of a fused run computes all of it, the others hand on what they are given.
 """
@@ -183,7 +183,7 @@ class DoneWithoutPositions(nn.Module):  # type: ignore[misc]
 
 
 def keep_parts(replacement: nn.Module, layer: nn.Module) -> None:
-    """Have the parts of a layer be found in what replaces it, under the names that they had.
+    """Keep the parts of a layer in the module that replaces it, under their former names.
 
     vLLM looks for the modules that adapters are loaded into in the model, also when it makes
     adapters of zeros for its warm-up; a stage in which it finds none fails.

@@ -99,7 +99,7 @@ class LatentRun:
 
 @dataclass(frozen=True, eq=False)
 class Fusible:
-    """What can be fused of a model."""
+    """Layers of a model that can be fused."""
 
     runs: list[Run]
     left: Counter[str]
@@ -116,7 +116,7 @@ class Fusible:
 
 
 def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible:
-    """What can be fused of a model; arguments as of `fuse`."""
+    """Find the layers of a model that can be fused; arguments as of `fuse`."""
     runs: list[Run] = []
     left: Counter[str] = Counter()
     latents: list[LatentRun] = []
@@ -227,7 +227,7 @@ def layer_of(decoder: Any, layer: Any, linears: Linears, kernel: StreamingLinear
 
 
 def _linear(module: nn.Module, linears: Linears, kernel: StreamingLinear) -> Linear | str:
-    """What a linear layer of vLLM's computes, or why its adapters cannot be added here."""
+    """Weight, bias and adapters of vLLM's linear layer, or why adapters cannot be added here."""
     linear = linears[base_layer(module)]
     adapters = adapters_of(module, linear.weight.shape, kernel.native, kernel.dtype)
     return adapters if isinstance(adapters, str) else replace(linear, adapters=adapters)
@@ -247,7 +247,7 @@ def _why_unsuited(modules: LayerModules, linears: Linears) -> str:
 
 
 def as_activation(module: Any) -> tuple[Activation, bool] | None:
-    """What an activation of vLLM's or torch's computes, and whether of a gate; None if unknown."""
+    """Activation of a module of vLLM's or torch's, and whether it has a gate; None if unknown."""
     kind = type(module)
     if kind is SiluAndMul:
         return "silu", True

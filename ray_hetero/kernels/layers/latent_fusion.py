@@ -33,7 +33,7 @@ ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forw
 def latent_layer_of(
     decoder: Any, layer: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLinear
 ) -> tuple[LatentLayer, Any] | str | None:
-    """What computes a layer of a model, and vLLM's module of what comes behind it.
+    """Layer with latent attention, and vLLM's module of the operations that follow it.
 
     Args:
         decoder: vLLM's model.

@@ -283,7 +283,7 @@ def _shapes(
 
 
 def register(layer: LatentLayer) -> int:
-    """Have the operator compute a layer; the number that it is called with."""
+    """Register a layer with the operator; returns the number that it is called with."""
     _layers.append(layer)
     return len(_layers) - 1
 

@@ -1,4 +1,4 @@
-"""What multi-head latent attention makes of latents, for each head by itself.
+"""Weights by which multi-head latent attention expands latents, for each head by itself.
 
 `kv_b_proj` [heads · (plain + value), latent] would make keys and values of latents.  A decode step
 multiplies queries with a head's keys transposed, and what it has attended to with its values: two
@@ -36,7 +36,7 @@ HeadWeights = tuple[HostWeight, HostWeight]
 
 
 def made(attend: Any, shape: LatentShape, kernel: StreamingLinear) -> HeadWeights | str:
-    """What makes keys and values of latents; or why it cannot be read here.
+    """Weights that expand latents to keys and values; or why they cannot be read here.
 
     Args:
         attend: vLLM's `MLAAttention`, whose weights are loaded.
@@ -66,7 +66,7 @@ def made(attend: Any, shape: LatentShape, kernel: StreamingLinear) -> HeadWeight
 
 
 def head_codes(blocks: BlockFloats, shape: LatentShape) -> tuple[Codes, Codes]:
-    """What makes keys and values of latents, as `HeadWeights`, of `kv_b_proj` in blocks."""
+    """Codes of the weights that expand latents, as `HeadWeights`, from `kv_b_proj` in blocks."""
     heads, latent, plain, value = shape.heads, shape.latent, shape.plain, shape.value
     of_head = plain + value
     scales = blocks.scales

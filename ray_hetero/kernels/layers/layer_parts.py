@@ -40,7 +40,7 @@ class Linear:
 
     @property
     def native(self) -> tuple[int, int, Any, Any]:
-        """What the native module takes: addresses of weight and bias, the encoding, adapters."""
+        """Argument of the native module: addresses of weight and bias, the encoding, adapters."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         adapters = None if self.adapters is None else self.adapters.native
         return self.weight.data.data_ptr(), bias, self.weight.encoding, adapters
@@ -52,7 +52,7 @@ def adapters_in(linears: Iterable[Linear]) -> Adapters | None:
 
 
 def product(kernel: StreamingLinear, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """What a linear layer gives of x [M, K], bf16, with what adapters add."""
+    """Product of a linear layer with x [M, K], bf16, and the addends of its adapters."""
     y = kernel.compute(x, linear.weight, linear.bias)
     if linear.adapters is not None:
         linear.adapters.add(x, y)
@@ -75,7 +75,7 @@ class Norm:
 
     @property
     def native(self) -> tuple[str, int, int, float, bool]:
-        """What the native module takes."""
+        """Argument of the native module."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return self.kind, self.weight.data_ptr(), bias, self.epsilon, self.of_rounded
 
@@ -117,13 +117,13 @@ class QkvInput:
 
     @property
     def native(self) -> tuple[Any, Any]:
-        """What the native module takes."""
+        """Argument of the native module."""
         return self.norm.native, self.qkv.native
 
 
 @dataclass(frozen=True, eq=False)
 class PostAttention:
-    """What is computed from one attention to the next."""
+    """Operations from one attention to the next."""
 
     output: Linear
     norm: Norm
@@ -163,7 +163,7 @@ class PostAttention:
         return self.gate_up.weight.shape[0] != self.down.weight.shape[1]
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
-        """What `down` multiplies, in torch, of what `gate_up` gives."""
+        """Input of `down`, computed in torch from the output of `gate_up`."""
         function = ACTIVATIONS[self.activation]
         if not self.is_gated:
             return function(x)
@@ -199,7 +199,7 @@ class PostAttention:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What an attention does to its scores."""
+    """Transformation of an attention's scores."""
 
     scale: float
     window: int | None = None

@@ -56,7 +56,7 @@ def count_columns_wait(seconds: float) -> None:
 
 
 def take() -> LayerTokens:
-    """What this process has counted since the last call."""
+    """Counts of this process since the last call."""
     global _counted
     taken, _counted = _counted, LayerTokens()
     return taken

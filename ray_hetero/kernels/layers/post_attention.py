@@ -1,4 +1,4 @@
-"""What a decoder layer of a CPU rank computes from one attention to the next.
+"""Operations of a CPU rank's decoder layers from one attention to the next.
 
 A decode step's time on a socket is that of reading the weights, and of what lies between the
 products: operators whose instructions the weights have driven out of the caches, each of which
@@ -111,7 +111,7 @@ class PostAttentionBlock:
 
 
 def addend(x: torch.Tensor, own: Norm | None, multiplier: float) -> torch.Tensor:
-    """What is added to a residual, of what a product gave.
+    """Addend of a residual, from the result of a product.
 
     Args:
         x: [M, N], bf16.

@@ -63,7 +63,7 @@ _hold: list[Hold] = []
 
 
 def use_holder(hold: Hold) -> None:
-    """Have the kernels give their weights to this one from now on."""
+    """Set the receiver of the kernels' weights from now on."""
     _hold[:] = [hold]
 
 
@@ -184,7 +184,7 @@ class BlockFloats:
 
     @property
     def codes(self) -> Codes:
-        """What a format holds of them."""
+        """Codes that a format stores."""
         return block_floats(self.weight, self.scales, (self.rows, self.columns))
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class SumTerms:
-    """What the ranks of a group must have in common to add their products up in native calls."""
+    """Terms that the ranks of a group must share to add their products up in native calls."""
 
     level: str
     """Set of instructions of the kernels."""

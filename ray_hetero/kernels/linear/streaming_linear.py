@@ -82,7 +82,7 @@ class Prompts(Generic[Gpu]):
 
 
 class StreamingLinear:
-    """What this process computes linear layers with.
+    """Kernel of this process's linear layers.
 
     Args:
         native: the module of the kernels.
@@ -202,7 +202,7 @@ def _registered() -> StreamingLinear:
 
 
 def choose(config: CpuConfig) -> StreamingLinear | None:
-    """What this process's linear layers are to stream with; None for vLLM's kernels.
+    """Kernel that this process's linear layers are to stream with; None for vLLM's kernels.
 
     Raises:
         UnsupportedError: streaming was asked for and cannot be had here.
@@ -227,7 +227,7 @@ def choose(config: CpuConfig) -> StreamingLinear | None:
 
 
 def at_hand() -> StreamingLinear | None:
-    """What could stream here, for layers that vLLM has no kernel for; None without native code."""
+    """Kernel for layers that vLLM has none for; None without native code."""
     return None if _missing() else _registered()
 
 

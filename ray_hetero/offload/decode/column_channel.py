@@ -116,7 +116,7 @@ class ColumnMemory:
 
 
 class ColumnChannel:
-    """What the native module's decode steps get a rank's last columns by.
+    """Channel by which native decode steps receive the last columns of a rank's MLPs.
 
     Args:
         layers: of a step.
@@ -292,10 +292,10 @@ class Columns(Protocol):
         """Blocks of 32 outputs of the MLP, of which its cores may compute some; 0 if only all."""
 
     def of_step(self, tokens: int, kept: CpuBlocks) -> AbstractContextManager[None]:
-        """Have the others of a step of so many tokens computed, whose cores compute `kept`."""
+        """Compute the other blocks of a step of so many tokens, whose cores compute `kept`."""
 
     def fetch(self, tokens: int, kept: CpuBlocks, *, is_ahead: bool = False) -> float:
-        """Have their weights come; seconds until a step waits for none, arguments as `of_step`.
+        """Prefetch weights; returns seconds until they are there. Arguments are those of `of_step`.
 
         Ahead of the step it is left to that to learn that the GPU's memory has run out.
         """
@@ -304,7 +304,7 @@ class Columns(Protocol):
         """Decide whether the GPU has a part of the next step; the same on all ranks of a group."""
 
     def prepare(self, tokens: int, kept: CpuBlocks) -> None:
-        """Have steps like the last one take a core as little as those that come after many."""
+        """Capture graphs of steps like the last one, so that the next is like later ones."""
 
 
 MakeColumns = Callable[[int], Columns | None]

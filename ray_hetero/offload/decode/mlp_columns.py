@@ -131,7 +131,7 @@ class MlpColumnOffload(ColumnChannel):
 
     @contextmanager
     def of_step(self, tokens: int, kept: CpuBlocks) -> Iterator[None]:
-        """Have the GPU compute its part of a step that the cores compute within this.
+        """Submit the GPU's part of a step; the cores compute theirs within this context.
 
         Args:
             tokens: of the step.
@@ -154,7 +154,7 @@ class MlpColumnOffload(ColumnChannel):
             self._end(ordered, kind.first)
 
     def fetch(self, tokens: int, kept: CpuBlocks, *, is_ahead: bool = False) -> float:
-        """Have a step's pieces come to where they stay, if a larger step has taken their place.
+        """Prefetch a step's pieces to the places where they stay, if a larger step evicted them.
 
         Not before there is a graph of such steps, which says where they stay; and not where decode
         steps of another kind have had their place, as those of other layers have in every step.
@@ -199,7 +199,7 @@ class MlpColumnOffload(ColumnChannel):
         self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
 
     def prepare(self, tokens: int, kept: CpuBlocks) -> None:
-        """Have all steps like the last one be ordered in one call each; arguments as of `of_step`.
+        """Capture graphs of all steps like the last one; arguments as of `of_step`.
 
         Raises:
             RuntimeError: what CUDA says.
@@ -378,7 +378,7 @@ def columns_of(
     layers: Sequence[Layer], gpu: OffloadGpu, kernel: StreamingLinear,
     ranks: Sequence[ColumnMemory] = (),
 ) -> MlpColumnOffload | None:  # fmt: skip
-    """What computes columns of layers' MLPs.
+    """Offload of columns of the layers' MLPs.
 
     None where these are not alike, or too few, or where the GPU's streams cannot wait for words.
 

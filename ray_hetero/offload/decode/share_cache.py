@@ -128,7 +128,7 @@ def _is_share(row: Any) -> bool:
 
 
 def key_of(layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns, place: str) -> str:
-    """What tells these shares from others in the file of kept figures.
+    """Key of these shares in the file of kept figures.
 
     Args:
         layers: that are measured.

@@ -52,7 +52,7 @@ class DisturbedError(Exception):
 
 @dataclass(frozen=True)
 class Share:
-    """What is given away in steps of some number of tokens."""
+    """Share of a decode step of some number of tokens that the GPU computes."""
 
     tokens: int
     """Tokens of the step that was measured."""

@@ -81,7 +81,7 @@ class ShareHysteresis:
         return last if is_other and self._others + 1 < STEPS else wanted
 
     def interrupt(self) -> None:
-        """Have the next step take the share that it wants: its weights have to come anew anyway."""
+        """Reset the hysteresis; the next step takes the share that it asks for."""
         self._last, self._others = None, 0
 
     def take(self, wanted: Share) -> Share:
@@ -191,7 +191,7 @@ class SharedDecode:
         return y, total
 
     def fetch(self, tokens: int) -> bool:
-        """Have what the GPU needs of the next step come; whether the cores alone take longer."""
+        """Prefetch the GPU's weights of the next step. Returns whether using the GPU pays."""
         share = self._steady.following(self.shares.of(tokens))
         return self._fetch(tokens, share, is_ahead=True)
 
@@ -206,7 +206,7 @@ class SharedDecode:
         return left_s <= share.gain_s * self._count
 
     def prepare(self, tokens: int, parts: int) -> None:
-        """Have steps of `run` take as long as those that come after many, behind one."""
+        """Capture graphs of steps of `run`, so that the next one is measured in steady state."""
         self._columns.prepare(tokens, self._kept(parts))
 
     def _kept(self, parts: int) -> CpuBlocks:

@@ -34,7 +34,7 @@ Expand = Callable[[Piece, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class StepKind:
-    """What tells one step's work from that of another."""
+    """Kind of a step's work on the GPU; each kind has a graph of its own."""
 
     tokens: int
     """Tokens that the GPU computes, at least those of the step."""
@@ -69,7 +69,7 @@ class PiecePlaces:
         """Whether all pieces have been where a graph expects them since they were brought there."""
 
     def begin(self) -> bool:
-        """Have all pieces where a graph expects them at its beginning.
+        """Bring all pieces to where a graph expects them at its beginning.
 
         Returns:
             whether that can be: not where a piece that is to stay has to come first.
@@ -87,7 +87,7 @@ class PiecePlaces:
         return True
 
     def fetch(self) -> int:
-        """Have all pieces come that are not where a graph expects them; bytes on their way."""
+        """Prefetch pieces that are not where a graph expects them; returns bytes on their way."""
         for piece, slot in self._stay.items():
             if slot.piece is None:
                 self._gpu.reader.bring(piece, slot)
@@ -151,7 +151,7 @@ class PiecesInTurns:
         self._ready[number] = ready
 
     def end(self) -> None:
-        """Have the stream of products wait for all copies, of which the last one ends last."""
+        """Make the stream of products wait for all copies, of which the last one ends last."""
         if self._ready:
             self._gpu.computing.wait_event(self._ready[max(self._ready)])
 
@@ -179,7 +179,7 @@ class StepGraphs:
         return kind in self._graphs
 
     def fetch(self, kind: StepKind) -> int:
-        """Have the pieces of a step that there is a graph of come; bytes that are on their way.
+        """Prefetch the pieces of a step that has a graph; returns bytes that are on their way.
 
         Within inference mode and on the stream of products, once the pieces have places to stay.
         """

@@ -88,7 +88,7 @@ def expand_with_triton(
 
 @functools.cache
 def choose_expand(device: torch.device) -> Expand:
-    """What expands compact rows on a device."""
+    """Function that expands compact rows on a device."""
     if device.type == "cuda" and runs_with_triton(
         lambda: _is_right(device),
         "compact weights are expanded by torch's operators, which adds about 2 ms for each layer "

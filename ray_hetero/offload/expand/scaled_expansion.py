@@ -94,7 +94,7 @@ class TritonExpansion:
 def expansion_of(
     kind: type[ScaledWeight], inputs: int, layout: Layout, device: torch.device
 ) -> Expansion:
-    """What expands outputs of a weight on a device.
+    """Function that expands outputs of a weight on a device.
 
     Args:
         kind: of the weight's format.

@@ -94,7 +94,7 @@ class Stack:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], tables: Mapping[str, torch.Tensor]) -> Stack:
-        """What `described` says.
+        """Stack that `described` describes.
 
         Raises:
             ValueError: there are no such weights; TypeError and LookupError too.

@@ -50,7 +50,7 @@ class LinkedLayer:
 
     @property
     def activation(self) -> Activation:
-        """What becomes of gate and up."""
+        """Activation of gate and up."""
         return self.slices[0].activation
 
     @property
@@ -195,7 +195,7 @@ def _biases_of(slices: Sequence[LinkedSlice], device: torch.device) -> Biases:
 
 
 def sizes_of(layers: Sequence[Sequence[LinkedSlice]]) -> ExpertSizes:
-    """What an expert of these layers takes of a GPU."""
+    """Bytes of a GPU that an expert of these layers takes."""
     halves = [[half for one in slices for half in one.halves] for slices in layers]
     stacks = [stack for some in halves for half in some for stack in half.stacks]
     return ExpertSizes(

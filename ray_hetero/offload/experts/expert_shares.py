@@ -48,7 +48,7 @@ class ExpertShares:
         most: int,
         asked: int | None = None,
     ) -> ExpertShares | None:
-        """What lets sockets and GPU end together; None where the sockets alone are always faster.
+        """Shares with which sockets and GPU end together; None where the sockets are always faster.
 
         Args:
             cores: of the sockets, for all experts.

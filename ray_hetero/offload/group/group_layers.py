@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptTerms:
-    """What the ranks of a group must have in common for one GPU to compute their prompts."""
+    """Terms that the ranks of a group must share for one GPU to compute their prompts."""
 
     runs: tuple[int, ...]
     """Layers of each run of layers that follow one another."""
@@ -78,7 +78,7 @@ class PromptTerms:
 
 @dataclass(frozen=True, eq=False)
 class PromptOffer:
-    """What a rank brings."""
+    """Offer of a rank to the GPU that computes its group's prompts."""
 
     runs: Sequence[Sequence[Layer]]
     """Layers that follow one another."""
@@ -107,7 +107,7 @@ class PromptOffer:
         return [one for run in self.runs for layer in run for one in linears_of(layer)]
 
     def terms(self) -> PromptTerms | None:
-        """What the others must have in common with this rank; None if its layers do not suit."""
+        """Terms that the others must share with this rank; None if its layers do not suit."""
         layers = [layer for run in self.runs for layer in run]
         shape = shape_of(layers) if layers else None
         if (

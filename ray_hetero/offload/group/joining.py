@@ -59,7 +59,7 @@ Gather = Callable[[Any], list[Any]]
 def joined(
     group: dist.ProcessGroup, sums: RankSums, offer: PromptOffer | None
 ) -> list[GroupLayers] | None:
-    """Have one GPU compute the prompts of a group; all its ranks have to call this.
+    """Let one GPU compute the prompts of a group; all its ranks have to call this.
 
     Args:
         group: of processes on CPUs.
@@ -131,7 +131,7 @@ def _columns(
     offer: PromptOffer, layers: WholeLayers | None, memories: Sequence[ColumnMemory], own: int,
     gather: Gather,
 ) -> list[MakeColumns]:  # fmt: skip
-    """What computes columns of each run's MLPs in decode steps; the same on all ranks.
+    """Makers of the offload of each run's MLP columns in decode steps; the same on all ranks.
 
     Args:
         offer: of this rank.

@@ -1,4 +1,4 @@
-"""What the CPU ranks of a group tell each other around a step that one GPU computes for all.
+"""Messages among the CPU ranks of a group around a step that one GPU computes for all.
 
 The first rank orders the GPU's work.  Every other rank tells it which step it has come to, before
 any memory of that rank is read or written; then it waits until the first rank says how the step has

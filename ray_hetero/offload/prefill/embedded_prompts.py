@@ -42,7 +42,7 @@ class ComputesPrompts(Protocol):
 
 
 def look_up_for(prompts: ComputesPrompts, model: nn.Module) -> EmbeddedRows | None:
-    """Have a model's embedding leave prompts where a GPU reads them.
+    """Make a model's embedding write rows of prompts where a GPU reads them.
 
     Args:
         prompts: computes all layers of the model that this rank has, from the first one on.  A rank

@@ -165,7 +165,7 @@ class GpuStep:
 
 
 class AttentionMemory:
-    """What layers with attentions of one shape share on a GPU and beside it.
+    """Memory that layers with attentions of one shape share, on a GPU and beside it.
 
     Args:
         gpu: where layers are computed.

@@ -1,4 +1,4 @@
-"""What a decoder layer computes behind its attention, on the GPU that computes prompts.
+"""Operations of a decoder layer after its attention, on the GPU that computes prompts.
 
 Products are those of offload_gpu.py; norms and gates between them are one kernel each where there
 is one (layer_ops.py), else operators over some tokens at a time.
@@ -99,7 +99,7 @@ class ComputesProducts(Protocol):
 def behind(
     gpu: ComputesProducts, parts: PostAttention, attended: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
-    """What a layer computes behind its attention: [M, N], which is to be added to `total`.
+    """Result of a layer's operations after its attention: [M, N], to be added to `total`.
 
     Without an MLP: what its norm gives.
 
@@ -163,7 +163,7 @@ def add_and_norm(
 
 
 def activated(gpu: ComputesProducts, parts: PostAttention, y: torch.Tensor) -> torch.Tensor:
-    """What an MLP's `down` multiplies, [M, K], in the memory of norms.
+    """Input of an MLP's `down`, [M, K], in the memory of norms.
 
     Args:
         gpu: where it is.

@@ -109,7 +109,7 @@ LEAST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PrefillBytes:
-    """What it takes to compute a rank's prompts on a GPU."""
+    """Bytes that computing a rank's prompts on a GPU takes."""
 
     weight_bytes: int
     """Weights in host memory that the GPU can read."""
@@ -118,7 +118,7 @@ class PrefillBytes:
 
 
 class OffloadGpu(SubmissionThread):
-    """What a CPU rank computes linear layers of many tokens with.
+    """GPU that computes a CPU rank's linear layers of many tokens, reading weights over its link.
 
     Args:
         device: the GPU; for tests the CPU, with the same sequence of copies and products.
@@ -144,12 +144,12 @@ class OffloadGpu(SubmissionThread):
         """Memory for what prompts need beside products, which decode steps leave idle."""
 
     def add(self, weight: HostWeight) -> None:
-        """Have a weight computed here, from `take` on."""
+        """Add a weight whose products are computed here from `take` on."""
         if weight.data.nbytes >= LEAST_BYTES:
             self.add_whole(WholeWeight.of_one(weight))
 
     def add_whole(self, weight: WholeWeight) -> None:
-        """Have a weight computed here whose parts begin with pages of their own."""
+        """Add a weight whose parts begin with pages of their own."""
         self._weights[weight.data.data_ptr()] = weight
 
     def take(self, hidden: int | None = None) -> PrefillBytes:
@@ -313,7 +313,7 @@ class OffloadGpu(SubmissionThread):
         self.reader.kept.forget(tokens)
 
     def read_ahead(self) -> None:
-        """Have what a prompt needs first come now, in the place of what decode steps would need.
+        """Prefetch a prompt's first weights now, in the place of those of decode steps.
 
         Where memory has run out, nothing is asked for: the next step learns of that.
 
@@ -326,7 +326,7 @@ class OffloadGpu(SubmissionThread):
                 self.read_first()
 
     def read_first(self) -> None:
-        """Have what a prompt needs first come; by the thread that orders the prompt's work."""
+        """Prefetch a prompt's first weights, on the thread that submits the prompt's work."""
         self.reader.prepare_next(self.order_of_prompts)
 
     @functools.cached_property

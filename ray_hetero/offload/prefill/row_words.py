@@ -59,7 +59,7 @@ class Words:
         self._stream.write(address, number % VALUES)
 
     def wait(self, number: int) -> None:
-        """Have the stream wait until the other end has come to a step, by its number.
+        """Make the stream wait until the other end has reached a step, by its number.
 
         Raises:
             RuntimeError: as `say`.

@@ -314,7 +314,7 @@ class StageOutput:
     def finish(
         self, hidden: torch.Tensor, behind: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What stands for the rows in this process, whose values are not theirs.
+        """Placeholder tensors for the rows, which stay on the GPU.
 
         Waits for them, or has the word written when they are there.
 
@@ -338,7 +338,7 @@ class StageOutput:
         return x, total
 
     def note(self, x: torch.Tensor, total: torch.Tensor) -> None:
-        """What the last layers return for a step."""
+        """Note the placeholders that the last layers return for a step."""
         self._returned = x.data_ptr(), total.data_ptr()
 
 
@@ -346,12 +346,12 @@ _offered: list[StageOutput] = []
 
 
 def use(output: StageOutput) -> None:
-    """Have the boundary behind this rank's stage send from there."""
+    """Set the output from which the boundary after this rank's stage sends."""
     _offered[:] = [output]
 
 
 def offered() -> StageOutput | None:
-    """What `use` was called with; None if it was not."""
+    """Output that `use` was called with; None if it was not."""
     return _offered[0] if _offered else None
 
 

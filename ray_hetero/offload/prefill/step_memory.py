@@ -13,7 +13,7 @@ from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 
 
 class StepMemory:
-    """What one step after the other is computed in.
+    """Memory in which one step after the other is computed.
 
     Args:
         device: the GPU; for tests the CPU.

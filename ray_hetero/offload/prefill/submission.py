@@ -21,7 +21,7 @@ prepared the step."""
 
 
 class SubmissionThread:
-    """What one thread orders of a GPU's work, one thing after the other.
+    """Thread that submits a GPU's work, one call after the other.
 
     Args:
         device: the GPU.
@@ -38,7 +38,7 @@ class SubmissionThread:
         """Shortage that the next call learns of."""
 
     def order(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have the GPU's work ordered beside this thread."""
+        """Submit the GPU's work on that thread."""
         return self._ordering.submit(work)
 
     @property

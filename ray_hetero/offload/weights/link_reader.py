@@ -1,4 +1,4 @@
-"""What a GPU reads from host memory on a stream of its own, each piece ahead of its use."""
+"""Reader of host memory: a GPU's copies on a stream of its own, each piece ahead of its use."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class LinkReader(ABC, Generic[Read]):
 
     @abstractmethod
     def copies(self, piece: Read) -> Iterator[tuple[torch.Tensor, int]]:
-        """What of a piece is to be copied, as bytes, and to where in a slot."""
+        """Bytes of a piece that are to be copied, and their places in a slot."""
 
     def forget(self) -> None:
-        """What was ordered ahead does not come."""
+        """Cancel the pieces that were requested ahead."""
         self._ahead.clear()
 
     def has_room(self, piece: Read) -> bool:

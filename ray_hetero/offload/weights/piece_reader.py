@@ -83,7 +83,7 @@ class PieceRing(Generic[Read]):
         return taken
 
     def wait(self, copying: Any) -> None:
-        """Have a stream of copies wait until all that was here has been read; nothing is any more.
+        """Make a stream of copies wait until all pieces here have been read, and forget them.
 
         Args:
             copying: the stream, which whatever comes here next is copied on.
@@ -176,7 +176,7 @@ class PieceReader(LinkReader[Piece]):
         yield piece.stored, 0
 
     def forget(self) -> None:
-        """What was ordered ahead does not come, and nothing is expanded."""
+        """Cancel the pieces that were requested ahead, and forget those that are expanded."""
         super().forget()
         self.kept.forget()
         self._forget_expanded()

@@ -28,7 +28,7 @@ class ReadSequence:
     def after(
         self, piece: Piece, but: Callable[[Piece], bool] = lambda piece: False
     ) -> Piece | None:
-        """What was used after a piece the last time, if anything was.
+        """Piece that was used after another one the last time, if any was.
 
         Args:
             piece: a piece of this order.

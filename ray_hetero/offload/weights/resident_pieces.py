@@ -139,7 +139,7 @@ class ResidentPieces:
         return slot is not None and slot.piece is not None
 
     def forget(self, tokens: int | None = None) -> None:
-        """Have pieces stay no longer where other things are to be written.
+        """Evict the pieces whose memory is to be written for other purposes.
 
         Args:
             tokens: of the step that writes them; None for all pieces.

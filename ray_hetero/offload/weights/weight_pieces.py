@@ -108,7 +108,7 @@ class WholeWeight:
 
     @classmethod
     def by_columns(cls, ranks: Sequence[Source], sizes: Sequence[int]) -> WholeWeight:
-        """What ranks hold some outputs of each (column parallel).
+        """Weight of which each rank holds some outputs (column parallel).
 
         Args:
             ranks: their weights, alike in shape.
@@ -135,7 +135,7 @@ class WholeWeight:
 
     @classmethod
     def by_rows(cls, ranks: Sequence[Source]) -> WholeWeight:
-        """What ranks hold some inputs of each (row parallel), alike in shape."""
+        """Weight of which each rank holds some inputs (row parallel); all parts have one shape."""
         outputs, inputs = ranks[0].shape
         parts = [
             Part(weight, ((0, outputs, 0),), own * inputs, is_added=own > 0)

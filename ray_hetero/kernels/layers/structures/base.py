@@ -1,4 +1,4 @@
-"""What is to be known of a family of decoder layers before they can be computed as one operator."""
+"""Protocol of a family of decoder layers that are computed as one operator."""
 
 from __future__ import annotations
 
