@@ -269,7 +269,7 @@ def _pip(command: str) -> list[str]:
 
 
 def _said(command: list[str], seconds: float | None = None) -> str | None:
-    """What a command writes; None where it fails, is not there, or takes too long."""
+    """Output of a command; None where it fails, is not there, or takes too long."""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=seconds,

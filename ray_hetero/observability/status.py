@@ -155,7 +155,7 @@ class EngineStatus:
 
     @property
     def slots(self) -> str:
-        """What slots for experts would save, in one line; empty where nothing was counted."""
+        """Predicted savings of slots for experts, in one line; empty where nothing was counted."""
         # All expert ranks see the same tokens.
         slots = (rank.news.report.slots for rank in self.ranks if rank.news is not None)
         return next((described(found) for found in slots if found), "")
