@@ -50,7 +50,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a name."""
+    """Change of a name between two releases."""
 
     kind: str
     """gone, moved or body."""
@@ -132,7 +132,7 @@ def body(node: ast.AST) -> str:
 
 
 def changes(names: Iterable[Name], old: Release, new: Release) -> Iterator[Change]:
-    """What has become of names that the old release has."""
+    """Changes of names that the old release has."""
     for name in names:
         was, now = (one.found(name.module, name.qualified) for one in (old, new))
         module = name.module
@@ -149,7 +149,7 @@ def changes(names: Iterable[Name], old: Release, new: Release) -> Iterator[Chang
 
 
 def names_of_contract() -> Iterator[Name]:
-    """What the contract tests hold of the vLLM that is imported."""
+    """Names of the imported vLLM that the contract tests hold."""
     sys.path[:0] = [str(ROOT / "tests/unit/compat"), str(ROOT / "tests/unit")]
     import test_contract as contract
 

@@ -546,7 +546,7 @@ FIGURES = (
     ("first token, 8 prompts × 1,024", prompt_ms, IN_ONE_RUN, 8, 1024),
     ("first token, 1 prompt × 8,192", prompt_ms, IN_ONE_RUN, 1, 8192),
 )
-"""What the picture shows: its name, what takes it from which runs, requests, tokens of a prompt."""
+"""Rows of the picture: name, function that takes it from which runs, requests, prompt tokens."""
 
 
 def picture() -> str:

@@ -40,6 +40,7 @@ from ray_hetero.names import BACKEND  # noqa: E402
 from ray_hetero.planning.activation_dtype import dtype_of_config  # noqa: E402
 from ray_hetero.planning.engine_facts import facts_of_checkpoint  # noqa: E402
 from ray_hetero.planning.model_plan import ModelPlan, plan_model  # noqa: E402
+from ray_hetero.planning.plan_request import PlanRequest  # noqa: E402
 from ray_hetero.planning.quantise_first import FP8_IN_BLOCKS, INTEGERS_OF_4_BITS  # noqa: E402
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus  # noqa: E402
 
@@ -159,20 +160,15 @@ def context_of(name: str, machine: str) -> int:
 
 @cache
 def planned(name: str, machine: str) -> ModelPlan | str:
-    """What `ray-hetero plan` answers; why not, where the model cannot be served."""
+    """Plan of `ray-hetero plan`; reason as text, where the model cannot be served."""
     config, there = config_of(RECIPES[name]), machine_of(machine)
     facts = facts_of_checkpoint(
         config, shape_of(name), there.nodes, dtype=dtype_of_config(config),
         max_model_len=context_of(name, machine),
     )  # fmt: skip
     try:
-        return plan_model(
-            name,
-            there,
-            facts,
-            HeteroConfig(),
-            checkpoint=CheckpointOnCpus.of_config(config, "auto"),
-        )
+        checkpoint = CheckpointOnCpus.of_config(config, "auto")
+        return plan_model(name, PlanRequest(HeteroConfig(), there, facts, checkpoint=checkpoint))
     except (PlacementError, RayHeteroError) as error:
         return str(error).splitlines()[0]
 

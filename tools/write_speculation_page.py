@@ -35,7 +35,7 @@ ENGINES = (
     ("8 of 16 layers with 128 experts, whole layers", 16, EXPERTS, OURS, 24),
     ("the same, their experts only", 16, EXPERTS, EXPERT_RANKS, 24),
 )
-"""What is outside the GPU, cores of the host, raw file, contender, tokens of an answer."""
+"""Layers outside the GPU, cores of the host, raw file, contender, tokens of an answer."""
 VERIFYING = "gpu-host/2026-11-25-h200-drafts"
 """Raw file of one engine's steps that verify drafts, in answers of 96 tokens."""
 SEPARATE = "gpu-host/2026-11-25-h200-night-drafts"
