@@ -16,13 +16,13 @@ from pathlib import Path
 
 from placement.model.config import UnknownModelError
 from placement.model.reading import shape_from_config
-from ray_hetero.planning.model_probe import environment
+from ray_hetero.planning.sizes.model_probe import environment
 
 DATA = Path(__file__).parents[1] / "tests" / "unit" / "data"
 BUILDING = """
 import json, shutil, sys, tempfile
 from pathlib import Path
-from ray_hetero.planning.built_model import built
+from ray_hetero.planning.sizes.built_model import built
 
 out = Path(sys.argv[1])
 for name in sys.argv[2:]:

@@ -1,7 +1,7 @@
 """The sizes of a model from what vLLM's class of it holds and caches.
 
-`ray_hetero.planning.model_probe` has that class built in a process of its own and hands over plain
-values; nothing here knows vLLM.
+`ray_hetero.planning.sizes.model_probe` builds that class in a process of its own and hands over
+plain values; nothing here knows vLLM.
 """
 
 from __future__ import annotations

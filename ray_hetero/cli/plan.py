@@ -31,12 +31,12 @@ from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
     facts_of_checkpoint,
 )
-from ray_hetero.planning.hub_headers import hub_model
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import plan_model
-from ray_hetero.planning.model_sizes import sizes_of, with_caches
 from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.quantise_first import quantised_forms
+from ray_hetero.planning.sizes.hub_headers import hub_model
+from ray_hetero.planning.sizes.model_sizes import sizes_of, with_caches
 from ray_hetero.preflight.node_software import lacking_kernels
 from ray_hetero.preflight.unsupported_checkpoints import (
     MAMBA_2,

@@ -15,8 +15,8 @@ from placement.plan.drafts import Drafter
 from placement.units import GIB
 from ray_hetero.planning.activation_dtype import BFLOAT16, dtype_of_config
 from ray_hetero.planning.drafters import drafter_asked, drafter_in
-from ray_hetero.planning.hub_headers import hub_model
-from ray_hetero.planning.model_sizes import sizes_of
+from ray_hetero.planning.sizes.hub_headers import hub_model
+from ray_hetero.planning.sizes.model_sizes import sizes_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from families import sizes  # noqa: E402
 from families.configurations import architectures  # noqa: E402
-from ray_hetero.planning.model_probe import environment  # noqa: E402
+from ray_hetero.planning.sizes.model_probe import environment  # noqa: E402
 
 RESULTS = HERE / "sizes.json"
 TOLERANCE = 0.005

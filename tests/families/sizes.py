@@ -31,13 +31,13 @@ def planned_sizes(folder: Path) -> Sizes:
     from placement.model.built import shape_from_parts
     from placement.model.config import UnknownModelError
     from placement.model.reading import shape_from_config
-    from ray_hetero.planning.built_model import built
+    from ray_hetero.planning.sizes.built_model import built
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     try:
         shape = shape_from_config(config, DTYPE)
     except UnknownModelError:
-        # As `planning.model_probe` does, which has a process of its own for it.
+        # As `planning.sizes.model_probe` does, which has a process of its own for it.
         shape = shape_from_parts(built(str(folder), DTYPE), config)
     return {
         "bytes": shape.weight_bytes,

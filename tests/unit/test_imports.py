@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,20 @@ def test_kernels_of_the_cores_import_nothing_of_gpus() -> None:
         if room_of(name)[1] == "offload"
     }
     assert not found
+
+
+MOST_MODULES = 25
+
+
+def test_no_folder_has_many_modules() -> None:
+    folders = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in MODULES.values()
+        if path.name != "__init__.py"
+    )
+    assert len(folders) > 25
+    many = {folder: count for folder, count in folders.items() if count > MOST_MODULES}
+    assert many == {}, f"more than {MOST_MODULES} modules; make a folder of those with one subject"
 
 
 MOST_FUNCTION_LINES = 60

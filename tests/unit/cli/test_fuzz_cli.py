@@ -62,7 +62,7 @@ def _without_vllm() -> Iterator[None]:
         raise UnknownModelError("vLLM cannot build it")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ray_hetero.planning.model_sizes.built_shape", not_built)
+        patch.setattr("ray_hetero.planning.sizes.model_sizes.built_shape", not_built)
         yield
 
 

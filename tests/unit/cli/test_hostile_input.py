@@ -72,7 +72,7 @@ def test_an_answer_or_one_short_line(
     monkeypatch.setattr(ignored, "MATCHING_SECONDS", 0.3)
     monkeypatch.setattr("ray_hetero.compat.cpu_site.installed_version", {"vllm": "0.32.0"}.get)
     # Building a class of vLLM's takes seconds each; one case is asked of it below.
-    monkeypatch.setattr("ray_hetero.planning.model_sizes.built_shape", not_built)
+    monkeypatch.setattr("ray_hetero.planning.sizes.model_sizes.built_shape", not_built)
     case.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name, value in case.environment.items():

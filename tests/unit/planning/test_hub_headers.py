@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from placement.model.reading import shape_from_safetensors
-from ray_hetero.planning import engine_facts, hub_headers
-from ray_hetero.planning.hub_headers import HubError, HubModel, headers_on_hub, hub_model
-from ray_hetero.planning.model_sizes import sizes_of
+from ray_hetero.planning import engine_facts
+from ray_hetero.planning.sizes import hub_headers
+from ray_hetero.planning.sizes.hub_headers import HubError, HubModel, headers_on_hub, hub_model
+from ray_hetero.planning.sizes.model_sizes import sizes_of
 
 NAME, COMMIT = "someone/some-model", "0123456789" * 4
 LAYERS, HIDDEN = 4, 64

@@ -21,11 +21,11 @@ from placement.plan.described import described
 from placement.units import GB, GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 from ray_hetero.config import CpuConfig, HeteroConfig
-from ray_hetero.planning import model_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.planned_layers import LayerPlan, describe_split
 from ray_hetero.planning.prefill_memory import attention_bytes, gpu_bytes, output_bytes
+from ray_hetero.planning.sizes import model_probe
 
 AUTO = HeteroConfig()
 FACTS = EngineFacts(LLAMA_70B, "", 80, 8192, 256, 2048, 0.9)

@@ -15,8 +15,8 @@ from placement.model.config import UnknownModelError
 from placement.model.reading import shape_from_config
 from placement.units import GIB
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.planning import model_probe
-from ray_hetero.planning.model_sizes import sizes_of
+from ray_hetero.planning.sizes import model_probe
+from ray_hetero.planning.sizes.model_sizes import sizes_of
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 

@@ -22,7 +22,7 @@ from placement.model.shape import ModelShape
 from ray_hetero.log import logger
 from ray_hetero.supported import installed_vllm
 
-MODULE = "ray_hetero.planning.built_model"
+MODULE = "ray_hetero.planning.sizes.built_model"
 """Program of the process."""
 LIMIT_S = 240.0
 """Seconds that the process may take; it imports vLLM, which takes 10 to 40."""

@@ -1,6 +1,6 @@
 """The process that builds vLLM's class of a model without memory and says what is in it.
 
-    python -m ray_hetero.planning.built_model REQUEST ANSWER
+    python -m ray_hetero.planning.sizes.built_model REQUEST ANSWER
 
 REQUEST is a JSON file: `folder` with a config.json, `dtype`, `trust_remote_code`.  ANSWER is
 written: `{"parts": …}`, or `{"problem": …}` where vLLM cannot build it.  The process is to be

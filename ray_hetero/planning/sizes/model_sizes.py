@@ -20,8 +20,8 @@ from placement.model.reading import (
 )
 from placement.model.shape import ModelShape
 from ray_hetero.log import logger
-from ray_hetero.planning.hub_headers import HubError, HubModel, headers_on_hub
-from ray_hetero.planning.model_probe import built_shape
+from ray_hetero.planning.sizes.hub_headers import HubError, HubModel, headers_on_hub
+from ray_hetero.planning.sizes.model_probe import built_shape
 
 
 def sizes_of(
