@@ -31,6 +31,7 @@ from ray_hetero.distributed.gloo_link import GlooLink
 from ray_hetero.distributed.linking import LINKS
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
+from ray_hetero.kernels.step_route import PROMPT_TOKENS, StepLimits, StepRoute
 
 
 def main() -> None:
@@ -114,7 +115,8 @@ def measure(
     times, exchanges = [], []
     for number in range(rounds):
         for boundary in (there, back):
-            boundary.begin_step(tokens)
+            # Of prompts: a stream that waits for decode steps would not be timed here.
+            boundary.begin_step(StepRoute.of_rows(tokens, PROMPT_TOKENS, StepLimits()))
         if rank == 0:
             weights.sum()
         start = time.perf_counter()

@@ -17,7 +17,7 @@ import typer
 from page_blocks import DOCS, replaced, table
 
 from ray_hetero.cli.main import commands
-from ray_hetero.observability.metrics import FIGURES, LABELS, PREFIX
+from ray_hetero.observability.metrics import BY_NAME, LABELS, PREFIX, REASON
 
 PAGE = DOCS / "api.md"
 MARKS = {
@@ -123,10 +123,12 @@ def commands_table() -> str:
 
 def metrics_table() -> str:
     """Every metric as a scrape shows it."""
-    rows = ((f"`{PREFIX}{figure.name}_total`", figure.help) for figure in FIGURES)
+    rows = ((f"`{PREFIX}{name}_total`", some[0].help) for name, some in BY_NAME.items())
     labels = [f"`{label}`" for label in LABELS]
     named = f"{', '.join(labels[:-1])} and {labels[-1]}"
-    return table(("counter", "meaning"), rows) + f"\n\nAll of them have the labels {named}."
+    return table(("counter", "meaning"), rows) + (
+        f"\n\nAll of them have the labels {named}; steps by reason have the label `{REASON}` too."
+    )
 
 
 def written(page: str) -> str:

@@ -23,8 +23,8 @@ from ray_hetero.distributed.messages import Message, OnItsWay, Packing, Tensors
 from ray_hetero.distributed.neighbour import Neighbours
 from ray_hetero.distributed.sending_thread import SendingThread
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.step_route import StepRoute
 from ray_hetero.log import logger
-from ray_hetero.offload.prefill import stage_output
 from ray_hetero.offload.prefill.stage_output import SeenOutput, StageOutput
 from ray_hetero.runtime.stream_words import CurrentStream, StreamWords, words_of
 
@@ -97,6 +97,7 @@ class StageBoundary:
         capacity: int,
         timeout_s: float = 600,
         numa_nodes: tuple[int, ...] = (),
+        output: StageOutput | None = None,
     ) -> None:
         """Agree with the neighbours on what crosses, and allocate all memory.
 
@@ -105,6 +106,7 @@ class StageBoundary:
             capacity: most tokens of one step.
             timeout_s: longest wait for another rank, now and in each step (exchange.timeout_s).
             numa_nodes: of a CPU rank.
+            output: memory of a GPU in which this CPU stage leaves results, if it leaves some there.
 
         Raises:
             AgreementError: a neighbour sends or takes other tensors than this rank, or there is no
@@ -119,7 +121,7 @@ class StageBoundary:
         )
         linking = Linking(Signature.of(template, capacity), terms, self._links)
         if len(self._neighbours.following) == 1 and not self._is_gpu:
-            self._output = stage_output.offered()
+            self._output = output
         self._senders = [
             linking.to_next(next_, self._output) for next_ in self._neighbours.following
         ]
@@ -154,16 +156,17 @@ class StageBoundary:
             logger.info("this rank waits itself for the stage before: %s", error)
             return None
 
-    def begin_step(self, tokens: int, *, is_decoding: bool = False) -> None:
-        """Tell how many tokens the next step has: the rows that cross this boundary.
+    def begin_step(self, route: StepRoute) -> None:
+        """Learn how many tokens the next step has, which are the rows that cross this boundary.
+
+        The rows of a decode step come through the host's memory, wherever the stage before has
+        computed them.
 
         Args:
-            tokens: of the step.
-            is_decoding: whether no request has so many that a GPU may compute them for the stage
-                before: its rows come through the host's memory then.
+            route: of the step.
 
         """
-        self._rows, self._is_decoding = tokens, is_decoding
+        self._rows, self._is_decoding = route.tokens, route.is_decoding
 
     def isend(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start sending this step's rows to the next stage; tensors are [at least rows, …].

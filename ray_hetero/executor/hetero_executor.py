@@ -33,11 +33,11 @@ from ray_hetero.errors import RayHeteroError
 from ray_hetero.executor.actors import RankActors, refuse_dead_nodes
 from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner
 from ray_hetero.executor.kv_shares import KvShares
+from ray_hetero.executor.lockstep import warm_up
 from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue
 from ray_hetero.executor.rank_set import RankSet
 from ray_hetero.executor.recovery import RankRecovery
 from ray_hetero.executor.rpc import GuardedExecutor
-from ray_hetero.executor.warmup_progress import warm_up
 from ray_hetero.log import adopt, logger
 from ray_hetero.observability.progress import StartupProgress
 from ray_hetero.observability.status_board import EngineBoard

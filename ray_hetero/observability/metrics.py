@@ -15,12 +15,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import REGISTRY, CounterMetricFamily
 from prometheus_client.registry import Collector
 from ray.util.metrics import Counter
 
+from ray_hetero.kernels.step_route import Reason
 from ray_hetero.log import logger
 from ray_hetero.observability.slot_forecast import PERCENTS
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 PREFIX = "ray_hetero_rank_"
 LABELS = ("engine", "rank", "stage", "kind", "node")
+KIND = LABELS.index("kind")
+REASON = "reason"
+"""Label of sums of steps by the reason of their route."""
 READS = 3
 """Times that the memory is read until no write falls into the reading."""
 
@@ -43,6 +48,8 @@ class Figure:
     """Name of the sum in StepTotals."""
     name: str
     help: str
+    reason: str = ""
+    """Value of the label `REASON`; empty for sums without this label."""
 
 
 FIGURES = (
@@ -106,7 +113,25 @@ FIGURES = (
         "linked_expert_tokens",
         "Tokens times layers of experts, all or some of which a GPU read over its link.",
     ),
+    *(
+        Figure(
+            f"{reason}_steps",
+            "routed_steps",
+            "Steps of a CPU rank, by the reason for which they were computed where they were.",
+            str(reason),
+        )
+        for reason in Reason
+    ),
 )
+
+
+BY_NAME = {name: tuple(some) for name, some in groupby(FIGURES, key=lambda figure: figure.name)}
+"""Figures by the name of their metric."""
+
+
+def labels_with(figure: Figure) -> tuple[str, ...]:
+    """Names of the labels of a figure's metric."""
+    return (*LABELS, REASON) if figure.reason else LABELS
 
 
 def labels_of(engine: str, rank: int, stage: int | None, kind: str, node: str) -> tuple[str, ...]:
@@ -144,17 +169,18 @@ class RayMetrics:
         self._labels = dict(zip(LABELS, labels, strict=True))
         self._told: dict[str, float] = {}
         self._counters = {
-            figure.field: Counter(PREFIX + figure.name, figure.help, tag_keys=LABELS)
-            for figure in FIGURES
+            name: Counter(PREFIX + name, some[0].help, tag_keys=labels_with(some[0]))
+            for name, some in BY_NAME.items()
         }
 
     def tell(self, totals: StepTotals) -> None:
         """Count what has come since the last call."""
-        for field, counter in self._counters.items():
-            value = getattr(totals, field)
-            if (new := value - self._told.get(field, 0)) > 0:
-                counter.inc(new, tags=self._labels)
-                self._told[field] = value
+        for figure in FIGURES:
+            value = getattr(totals, figure.field)
+            if (new := value - self._told.get(figure.field, 0)) > 0:
+                own = {REASON: figure.reason} if figure.reason else {}
+                self._counters[figure.name].inc(new, tags=self._labels | own)
+                self._told[figure.field] = value
 
 
 class SharedFigures:
@@ -231,12 +257,17 @@ class RankCollector(Collector):
         return self._shared[-1].path
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """One family a figure, one sample a rank."""
+        """One family a name, and of each rank one sample, or one a reason."""
         rows = [row for shared in self._shared for row in shared.read()]
-        for figure in FIGURES:
-            family = CounterMetricFamily(PREFIX + figure.name, figure.help, labels=LABELS)
+        for name, some in BY_NAME.items():
+            labels = labels_with(some[0])
+            family = CounterMetricFamily(PREFIX + name, some[0].help, labels=labels)
             for row in rows:
-                family.add_metric(row.labels, row.totals[figure.field])
+                for figure in some:
+                    if figure.reason and row.labels[KIND] != "cpu":
+                        continue
+                    own = (figure.reason,) if figure.reason else ()
+                    family.add_metric([*row.labels, *own], row.totals[figure.field])
             yield family
 
     def describe(self) -> Iterable[CounterMetricFamily]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,9 +79,16 @@ class RankStatus:
             "recent_steps": recent.steps,
             "recent_busy_ms": _per_step_ms(recent.busy_s, recent.steps),
             "recent_waiting_ms": _per_step_ms(recent.waiting_s, recent.steps),
+            **_of_routes(report.totals),
             **_of_experts(report.totals, recent),
             **({"slots": [asdict(one) for one in report.slots]} if report.slots else {}),
         }
+
+
+def _of_routes(totals: StepTotals) -> dict[str, Any]:
+    """Steps by the reason of their route, which only CPU ranks count."""
+    found = totals.by_reason
+    return {"steps_by_reason": {str(one): count for one, count in found.items()}} if found else {}
 
 
 def _of_experts(totals: StepTotals, recent: StepTotals) -> dict[str, Any]:
@@ -161,18 +168,23 @@ class EngineStatus:
         return next((described(found) for found in slots if found), "")
 
     @property
-    def _has_experts(self) -> bool:
-        return any(rank.info.stage is None for rank in self.ranks)
+    def _optional(self) -> dict[str, Callable[[RankStatus], str]]:
+        """Columns that not all engines have, by their heads."""
+        found: dict[str, Callable[[RankStatus], str]] = {}
+        if any(rank.news and rank.news.report.totals.by_reason for rank in self.ranks):
+            found["steps by reason"] = _reasons
+        if any(rank.info.stage is None for rank in self.ranks):
+            found["experts read"] = _experts_read
+        return found
 
     @property
     def _columns(self) -> tuple[str, ...]:
-        return (*_LEFT, *_RIGHT, *((_EXPERTS,) if self._has_experts else ()))
+        return (*_LEFT, *_RIGHT, *self._optional)
 
     @property
     def _rows(self) -> list[tuple[str, ...]]:
-        if not self._has_experts:
-            return [_row(rank) for rank in self.ranks]
-        return [(*_row(rank), _experts_read(rank)) for rank in self.ranks]
+        more = self._optional.values()
+        return [(*_row(rank), *(cell(rank) for cell in more)) for rank in self.ranks]
 
     def _repr_html_(self) -> str:
         rows = "".join(_html_row("td", row) for row in self._rows)
@@ -193,8 +205,6 @@ def _html_row(tag: str, cells: Sequence[str]) -> str:
 
 _LEFT = ("rank", "stage", "kind", "node", "device", "layers", "health")
 _RIGHT = ("GiB", "steps", "ms busy", "ms waiting", "ms predicted")
-_EXPERTS = "experts read"
-"""A column more where there are expert ranks."""
 
 
 def _row(rank: RankStatus) -> tuple[str, ...]:
@@ -217,6 +227,12 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         _shown(_per_step_ms(recent.waiting_s, recent.steps)),
         predicted,
     )
+
+
+def _reasons(rank: RankStatus) -> str:
+    """Steps since the rank serves, by the reason of their route."""
+    found = {} if rank.news is None else rank.news.report.totals.by_reason
+    return "\n".join(f"{count} {str(one).replace('_', ' ')}" for one, count in found.items())
 
 
 def _experts_read(rank: RankStatus) -> str:

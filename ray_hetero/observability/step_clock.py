@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ray_hetero.distributed.exchanged import Exchanged
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens
+from ray_hetero.kernels.step_route import Reason
 
 REPORT_SECONDS = 30.0
 
@@ -89,6 +90,29 @@ class StepTotals:
     """Tokens that this GPU rank has left out of the model's last MLP: nothing reads their rows."""
     columns_waited_s: float = 0.0
     """Part of `busy_s` in which this CPU rank has waited for columns of MLPs of the GPU."""
+
+    decoding_steps: int = 0
+    """Steps of this CPU rank by the reason of their route (kernels/step_route.py); so are the
+    following."""
+    prompts_steps: int = 0
+    many_requests_steps: int = 0
+    few_tokens_steps: int = 0
+    no_gpu_steps: int = 0
+    no_room_steps: int = 0
+    adapters_steps: int = 0
+    mostly_decoding_steps: int = 0
+    unknown_attention_steps: int = 0
+
+    def count_route(self, reason: Reason) -> None:
+        """Count a step by the reason for which it was computed where it was."""
+        name = f"{reason}_steps"
+        setattr(self, name, getattr(self, name) + 1)
+
+    @property
+    def by_reason(self) -> dict[Reason, int]:
+        """Steps of this CPU rank by the reason of their route, the most frequent first."""
+        found = {one: int(getattr(self, f"{one}_steps")) for one in Reason}
+        return {one: found[one] for one in sorted(found, key=lambda one: -found[one]) if found[one]}
 
     def count(self, computed: LayerTokens) -> None:
         """Add the layers that one step has computed."""

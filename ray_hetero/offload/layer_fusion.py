@@ -26,7 +26,7 @@ from ray_hetero.kernels.layers.fused_modules import (
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import AttentionShape
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.offload.decode import shared_decode
 from ray_hetero.offload.decode.column_channel import MakeColumns
@@ -34,7 +34,7 @@ from ray_hetero.offload.decode.mlp_columns import maker_of
 from ray_hetero.offload.decode.share_choice import Shares, parts_text
 from ray_hetero.offload.decode.shared_decode import SharedDecode
 from ray_hetero.offload.group.group_layers import GroupLayers
-from ray_hetero.offload.prefill import gpu_layers, stage_output
+from ray_hetero.offload.prefill import gpu_layers
 from ray_hetero.offload.prefill.embedded_prompts import look_up_for
 from ray_hetero.offload.prefill.gpu_layers import AttentionMemory, GpuLayers
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
@@ -53,6 +53,8 @@ class Fused:
     """Whether a GPU computes a part of decode steps."""
     first: DecoderLayers | None = None
     """Layers that are called first."""
+    output: StageOutput | None = None
+    """Memory of a GPU in which the last layers leave results for the next stage."""
 
 
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
@@ -89,25 +91,28 @@ def install(
     adapters: Adapters | None = None
     shares: Shares | None = None
     first: DecoderLayers | None = None
-    on_gpu: list[tuple[Prompts[OffloadGpu] | GroupLayers, nn.Module]] = []
+    output: StageOutput | None = None
+    whole: list[tuple[GpuLayers | GroupLayers, nn.Module]] = []
     for place, run in enumerate(found.runs):
         of_group = None if group is None else group[place]
         memory = _memory(run.layers, kernel, memories) if of_group is None else None
-        gpu, many = _on_gpu(run.layers, kernel, memory, of_group)
-        made = DecoderLayers(run.layers, kernel, gpu, many)
+        on_gpu: GpuLayers | GroupLayers | None = of_group
+        if memory is not None:
+            on_gpu = GpuLayers(run.layers, kernel.gpu, memory)
+        made = DecoderLayers(run.layers, kernel, on_gpu)
         first = first or made
         if of_group is not None:
             shares = of_group.shares
             _share(made, run.layers, kernel, shares, of_group.columns_of)
-        elif share and kernel.prompts is not None and _can_share(run.layers, kernel):
-            make = maker_of(run.layers, kernel.prompts.gpu, kernel)
+        elif share and _can_share(run.layers, kernel):
+            make = maker_of(run.layers, kernel.gpu, kernel)
             if shares is None:
                 shares = shared_decode.shares_of(share, run.layers, kernel, make, place=seat)
             _share(made, run.layers, kernel, shares, make)
         if sends_alone and place + 1 == len(found.runs) and run.is_last:
-            made.output = _output(made.gpu)
-        if many is not None and run.is_whole:
-            on_gpu.append((many, run.decoder))
+            made.output = output = _output(made.gpu)
+        if on_gpu is not None and run.is_whole:
+            whole.append((on_gpu, run.decoder))
         layers = getattr(run.decoder, run.attribute)
         adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
@@ -124,20 +129,20 @@ def install(
             adapters.count,
             adapters.rank,
             ""
-            if kernel.prompts is None and group is None
+            if kernel.gpu is None and group is None
             else "; no GPU computes whole layers of prompts with one",
         )
     for caller in found.callers:
         leave_uncompiled(caller)
-    for prompts, decoder in on_gpu:
-        look_up_for(prompts, decoder)
+    for one, decoder in whole:
+        look_up_for(kernel, one.gpu, decoder)
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
     layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
-    return Fused(layers_fused, shares is not None and not shares.is_empty, first)
+    return Fused(layers_fused, shares is not None and not shares.is_empty, first, output)
 
 
 def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
@@ -151,32 +156,19 @@ def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
     yield from (of_others() for _ in layers[1:])
 
 
-def _on_gpu(
-    layers: Sequence[Layer], kernel: StreamingLinear, memory: AttentionMemory | None,
-    group: GroupLayers | None,
-) -> tuple[GpuLayers | GroupLayers | None, Prompts[OffloadGpu] | GroupLayers | None]:  # fmt: skip
-    """The GPU that computes whole layers in large steps, and the holder of its threshold."""
-    if group is not None:
-        return group, group
-    if memory is None:
-        return None, None
-    assert kernel.prompts is not None
-    return GpuLayers(layers, kernel.prompts.gpu, memory), kernel.prompts
-
-
 def _memory(
     layers: Sequence[Layer], kernel: StreamingLinear, made: Memories
 ) -> AttentionMemory | None:
     """Memory for attention on the GPU, if one computes these layers and has room for it."""
-    many, shape = kernel.prompts, gpu_layers.shape_of(layers)
-    if many is None or shape is None or not _has_weights(layers, many.gpu):
+    gpu, shape = kernel.gpu, gpu_layers.shape_of(layers)
+    if gpu is None or shape is None or not _has_weights(layers, gpu):
         return None
     if kernel.sums is not None:
         return None  # it would have to wait for the other ranks twice a layer, see group_layers.py
     if shape in made:
         return made[shape]
     try:
-        memory = made[shape] = AttentionMemory(many.gpu, shape)
+        memory = made[shape] = AttentionMemory(gpu, shape)
     except UnsupportedError as error:
         made[shape] = None
         logger.warning("%s", error)
@@ -194,10 +186,10 @@ def _memory(
 def _can_share(layers: Sequence[Layer], kernel: StreamingLinear) -> bool:
     """Whether a GPU of this rank alone can compute a part of these layers in decode steps."""
     return (
-        kernel.prompts is not None
+        kernel.gpu is not None
         and kernel.sums is None  # see group_layers.py
         and shared_decode.suits(layers)
-        and _has_weights(layers, kernel.prompts.gpu)
+        and _has_weights(layers, kernel.gpu)
     )
 
 
@@ -231,9 +223,7 @@ def _output(gpu: OffloadGpu | None) -> StageOutput | None:
     """Output in which the last layers of a stage leave what a GPU computes for the next one."""
     if gpu is None or gpu.device.type != "cuda":
         return None
-    output = StageOutput(gpu)
-    stage_output.use(output)
-    return output
+    return StageOutput(gpu)
 
 
 def _has_weights(layers: Sequence[Layer], gpu: OffloadGpu) -> bool:

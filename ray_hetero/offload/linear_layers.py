@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -27,13 +28,15 @@ from ray_hetero.kernels.layers.fusible_layers import Fusible, find
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear
 from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_route import StepLimits
 from ray_hetero.log import logger
-from ray_hetero.offload import prefetch
 from ray_hetero.offload.group.group_layers import GroupLayers, PromptOffer
 from ray_hetero.offload.layer_fusion import Fused, install
+from ray_hetero.offload.prefetch import Prefetcher
 from ray_hetero.offload.prefill import threshold
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
+from ray_hetero.offload.prefill.stage_output import StageOutput
 from ray_hetero.offload.weights.shared_weights import SharedWeights
 
 Join = Callable[[PromptOffer | None], Sequence[GroupLayers] | None]
@@ -80,6 +83,10 @@ class LinearLayers:
         self._linears: dict[torch.nn.Module, Linear] = {}
         self._bytes = self._bytes_before = 0
         self._is_loaded = False
+        self.prefetcher: Prefetcher | None = None
+        """Prefetcher of weights for a GPU; None until the weights are loaded."""
+        self.output: StageOutput | None = None
+        """Memory of a GPU in which the last layers leave results for the next stage."""
         self.has_group_prompts = False
         """Whether one GPU computes the prompts of all ranks of this one's group."""
         self._experts: ExpertLayers | None = None
@@ -94,8 +101,8 @@ class LinearLayers:
         self._kernel.use(torch.float16 if self._is_half else torch.bfloat16)
         if self._is_half:
             gpu = None
-        self._kernel.prompts = None
-        self._kernel.step_tokens = self._kernel.native.STEP_TOKENS
+        self._kernel.gpu = self._kernel.route = None
+        self._kernel.limits = StepLimits(self._kernel.native.STEP_TOKENS)
         self._kernel.sums = None
         self._kernel.weights.clear()
         if gpu is not None and config.prefill_on_gpu:
@@ -203,8 +210,13 @@ class LinearLayers:
         kernel = self._kernel
         if kernel is None or not (self._config.fuse_layers and self._linears):
             return None
-        elements = kernel.step_tokens * hidden
-        return SumTerms(kernel.level.name, kernel.step_tokens, elements, len(self._linears))
+        tokens = kernel.limits.native_tokens
+        return SumTerms(kernel.level.name, tokens, tokens * hidden, len(self._linears))
+
+    @property
+    def kernel(self) -> StreamingLinear | None:
+        """Kernel of the linear layers; None where vLLM's own compute them."""
+        return self._kernel
 
     @property
     def native(self) -> ModuleType | None:
@@ -230,20 +242,9 @@ class LinearLayers:
 
         """
         if self._kernel is None or not (self._streams or self._kernel.weights):
+            self._kernel = None
             return "vllm"
-        stored = Counter(
-            weight.name
-            for weight in self._kernel.weights.values()
-            if isinstance(weight, ScaledWeight)
-        )
-        for name, count in sorted(stored.items()):
-            logger.info("%d linear layers are computed from the checkpoint's own %s", count, name)
-        if self._bytes < self._bytes_before:
-            logger.info(
-                "linear layers are stored in %s instead of %s, without loss (cpu.compact_weights)",
-                size(self._bytes),
-                size(self._bytes_before),
-            )
+        self._say_formats(self._kernel)
         self._kernel.sums = sums
         found, fused = Fusible.none(), Fused(0, is_shared=False)
         if self._config.fuse_layers:
@@ -257,6 +258,10 @@ class LinearLayers:
                     "linear layers, and its cores compute the attention (cpu.prefill_on_gpu)"
                 )
             self._take_gpu(self._kernel, found)
+        else:
+            self._kernel.limits = replace(
+                self._kernel.limits, gpu_from=group[0].from_tokens, gpu_room=group[0].tokens
+            )
         if self._config.fuse_layers:
             fused = install(
                 found, self._kernel, group, sends_alone=self._sends_alone,
@@ -265,8 +270,10 @@ class LinearLayers:
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
         if group is None:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
-        own = () if self._kernel.prompts is None else (self._kernel.prompts,)
-        prefetch.use([*own, *(group or ())], fused.first)
+        if not fused.layers:
+            self._kernel.limits = replace(self._kernel.limits, native_tokens=0)
+        gpu = group[0].gpu if group else self._kernel.gpu
+        self.prefetcher, self.output = Prefetcher(gpu, fused.first), fused.output
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)
@@ -274,6 +281,19 @@ class LinearLayers:
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         experts = self._experts.loaded(model) if self._experts is not None else "vllm's experts"
         return f"streaming, {fused.layers} decoder_layers, {held}, {experts}"
+
+    def _say_formats(self, kernel: StreamingLinear) -> None:
+        """Log which weights are stored in other formats than bfloat16."""
+        weights = kernel.weights.values()
+        stored = Counter(weight.name for weight in weights if isinstance(weight, ScaledWeight))
+        for name, count in sorted(stored.items()):
+            logger.info("%d linear layers are computed from the checkpoint's own %s", count, name)
+        if self._bytes < self._bytes_before:
+            logger.info(
+                "linear layers are stored in %s instead of %s, without loss (cpu.compact_weights)",
+                size(self._bytes),
+                size(self._bytes_before),
+            )
 
     def _offer(self, found: Fusible) -> PromptOffer | None:
         """Offer of this rank for one GPU to compute the prompts of its group."""
@@ -301,25 +321,29 @@ class LinearLayers:
         if not taken.weight_bytes:
             logger.info("prompts stay on the cores: all weights of this rank are small")
             return
-        is_auto = self._config.prefill_on_gpu_tokens == "auto"
-        kernel.prompts = Prompts(self._gpu, self._config.prompt_tokens, is_auto=is_auto)
+        kernel.gpu = self._gpu
+        kernel.limits = replace(
+            kernel.limits, gpu_from=self._config.prompt_tokens, gpu_room=self._gpu.tokens,
+            has_products=True,
+        )  # fmt: skip
         logger.info(
             "steps of %d tokens and more are computed by the GPU: it can read %.1f GiB of weights "
             "over its link, and uses %.1f GiB of its own memory (cpu.prefill_on_gpu)",
-            kernel.prompts.from_tokens,
+            self._config.prompt_tokens,
             taken.weight_bytes / GIB,
             taken.gpu_bytes / GIB,
         )
 
     def _settle(self, kernel: StreamingLinear, found: Fusible, *, is_shared: bool) -> None:
         """Choose who computes prompts, and the largest decode steps where they are not shared."""
-        prompts = kernel.prompts
-        if prompts is None:
+        if kernel.gpu is None:
             return
         layers = [[layer.input.qkv, *layer.parts.linears] for run in found.runs
                   for layer in run.layers]  # fmt: skip
-        # Decode steps of layers that are not one operator are no native call.
+        # Decode steps of layers that are not one operator are no native call.  Ranks that add up
+        # their products in a native call must all make it: none of them lowers its limit alone.
         threshold.settle(
-            kernel, prompts, layers or [[linear] for linear in self._linears.values()],
-            has_steps=bool(layers) and not is_shared,
+            kernel, kernel.gpu, layers or [[linear] for linear in self._linears.values()],
+            is_auto=self._config.prefill_on_gpu_tokens == "auto",
+            has_steps=bool(layers) and not is_shared and kernel.sums is None,
         )  # fmt: skip

@@ -8,24 +8,11 @@ prompt next, whatever it has decoded before: what that begins with can be on the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
-
 if TYPE_CHECKING:
+    from ray_hetero.kernels.step_route import StepRoute
     from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
-
-
-class ComputesPrompts(Protocol):
-    """Layers or products that compute prompts of a rank."""
-
-    from_tokens: int
-    """Least tokens of a step that a GPU computes."""
-
-    @property
-    def gpu(self) -> OffloadGpu | None:
-        """The GPU; None where another rank of the group has it."""
 
 
 class Decodes(Protocol):
@@ -35,34 +22,21 @@ class Decodes(Protocol):
         """Prefetch weights of the GPU's part of a step of so many tokens."""
 
 
-_offered: dict[OffloadGpu, ComputesPrompts] = {}
-"""Layers or products of prompts, once for each GPU: runs of layers may have one in common."""
-
-
-_first: list[Decodes] = []
-"""Layers that are called first, if there are such layers."""
-
-
-def use(prompts: Iterable[ComputesPrompts], first: Decodes | None = None) -> None:
-    """Register the layers or products of prompts, which then read their weights ahead.
+class Prefetcher:
+    """Learns of each step, in their order, before it is prepared.
 
     Args:
-        prompts: layers, or products.
-        first: layers that are called first.
+        gpu: computes this rank's prompts; None where none does, or another rank of the group has
+            it.
+        first: layers that are called first, if there are such layers.
 
     """
-    _first[:] = [] if first is None else [first]
-    _offered.clear()
-    _offered.update((one.gpu, one) for one in prompts if one.gpu is not None)
 
-
-class Prefetcher:
-    """Learns of each step, in their order, before it is prepared."""
-
-    def __init__(self) -> None:
+    def __init__(self, gpu: OffloadGpu | None, first: Decodes | None = None) -> None:
+        self._gpu, self._first = gpu, first
         self._requests: set[str] = set()
 
-    def begin_step(self, scheduler_output: Any) -> None:
+    def begin_step(self, scheduler_output: Any, route: StepRoute) -> None:
         """Prefetch weights if the step has prompts that a GPU computes.
 
         Weights come too if no request is left.
@@ -71,6 +45,7 @@ class Prefetcher:
 
         Args:
             scheduler_output: the step's.
+            route: of the step.
 
         Raises:
             RuntimeError: what CUDA says, but that memory has run out: the next call of what the GPU
@@ -80,12 +55,10 @@ class Prefetcher:
         """
         self._requests -= set(scheduler_output.finished_req_ids)
         self._requests |= {one.req_id for one in scheduler_output.scheduled_new_reqs}
-        counts = scheduler_output.num_scheduled_tokens.values()
-        tokens = sum(count for count in counts if count > DECODING_TOKENS)
-        for gpu, one in _offered.items():
-            with gpu.leaving_shortage():
-                if tokens >= one.from_tokens or not self._requests:
-                    gpu.read_ahead()
-        if counts and not tokens and not scheduler_output.scheduled_new_reqs:
-            for first in _first:
-                first.fetch_ahead(scheduler_output.total_num_scheduled_tokens)
+        if self._gpu is not None:
+            with self._gpu.leaving_shortage():
+                if route.reads_ahead or not self._requests:
+                    self._gpu.read_ahead()
+        only_decodes = route.is_decoding and not scheduler_output.scheduled_new_reqs
+        if self._first is not None and route.tokens and only_decodes:
+            self._first.fetch_ahead(route.tokens)

@@ -125,7 +125,7 @@ class LastLayer:
         return None if rows is None or 2 * len(rows) > tokens else rows
 
 
-def install(runner: Any, vllm_config: VllmConfig, world: World, seat: Seat) -> None:
+def install(runner: Any, vllm_config: VllmConfig, world: World, seat: Seat) -> LastLayer | None:
     """Leave out rows of the last layer if this rank has it, and if nothing reads them.
 
     Args:
@@ -134,14 +134,17 @@ def install(runner: Any, vllm_config: VllmConfig, world: World, seat: Seat) -> N
         world: of the engine.
         seat: of the rank.
 
+    Returns:
+        The layer, to be told of each step; None where all rows are computed.
+
     """
     is_last = seat.stage == len(world.layout.stages) - 1
     # The CPU ranks of a mixed group would wait for sums of all rows.
     if seat.kind != "gpu" or not is_last or world.layout.is_mixed(seat.stage):
-        return
+        return None
     found = find(runner.get_model()) if read_rows.are_of_last_tokens(vllm_config) else None
     if found is None:
-        return
+        return None
     mlp, modules = found
     name = modules.attend.layer_name
     least = max(LEAST, 1 + (vllm_config.compilation_config.max_cudagraph_capture_size or 0))
@@ -167,6 +170,7 @@ def install(runner: Any, vllm_config: VllmConfig, world: World, seat: Seat) -> N
         seat.rank,
         least,
     )
+    return last
 
 
 def find(model: torch.nn.Module) -> tuple[Any, LayerModules] | None:
@@ -189,12 +193,6 @@ def find(model: torch.nn.Module) -> tuple[Any, LayerModules] | None:
     if modules.gate_up is None or getattr(mlp, "gate_up_proj", None) is not modules.gate_up:
         return None
     return mlp, modules
-
-
-def begin_step(scheduler_output: Any) -> None:
-    """Learn what the next step has to compute, before it is run."""
-    for one in _installed.values():
-        one.begin_step(scheduler_output)
 
 
 def _last_rows(x: torch.Tensor, attention: str, part: str, columns: int) -> torch.Tensor:

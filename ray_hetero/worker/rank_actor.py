@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
@@ -32,35 +31,27 @@ from ray_hetero.compat import stage_layers
 from ray_hetero.compat.models import (
     expert_router,
     latent_attention,
-    lora,
     pipeline_models,
 )
 from ray_hetero.compat.worker import (
-    cpu_worker,
-    kv_cache,
     late_tokens,
     layer_partition,
     message_queues,
     model_runner,
     parallel_state,
 )
-from ray_hetero.distributed import shared_sums
 from ray_hetero.distributed.groups import HeteroGroup, set_world
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.routing import route
-from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.log import logger
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
-from ray_hetero.offload.group.joining import joined
-from ray_hetero.offload.linear_layers import LinearLayers
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
-from ray_hetero.runtime.shared_pages import kept_memory
 from ray_hetero.worker import last_layer
+from ray_hetero.worker.cpu_rank import CpuRank
 from ray_hetero.worker.driver_calls import TELL_TOKENS, DriverCalls
-from ray_hetero.worker.embeddings import keep_embeddings
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint, build_rank_config, fingerprint
 from ray_hetero.worker.rank_worker import RankWorker
@@ -125,26 +116,12 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             self._parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
             if seat.kind == "gpu":
                 self._serving_cpus = self._stay_near_gpu(physical_gpus[seat.local_rank])
-        if seat.socket is not None and len(seat.socket.numa_nodes) > 1:
-            cpu_worker.bind_memory_to(seat.socket.numa_nodes)
-        linear_layers, has_whole = None, False
+        cpu_rank = None
         if current_platform.is_cpu():
             expert_router.use_routing(route)
             latent_attention.turn_all_heads()
         if seat.kind == "cpu":
-            linear_layers = LinearLayers(
-                self._rank.engine.config.cpu,
-                self._prompt_gpu(physical_gpus),
-                self._rank.shared.max_num_batched_tokens,
-                self._rank.spare,
-                is_shared=world.has_socket_group(seat),
-                sends_alone=world.layout.sends_alone(seat.stage),
-                dtype=self._vllm_config.model_config.dtype,
-                place=self._rank.place,
-            )
-            if self._vllm_config.lora_config is not None:
-                lora.leave_tokens_without_adapter()
-            has_whole = keep_embeddings(self._vllm_config, world.layout, seat.stage)
+            cpu_rank = CpuRank(self._rank, self._vllm_config, self._prompt_gpu(physical_gpus))
         layer_partition.set_partition(world.layers)
         pipeline_models.prepare_loading()
         speculation = Speculation.of(self._vllm_config, world, seat)
@@ -173,18 +150,9 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             speculation.loaded(self.worker.model_runner)
         if self._remote_experts is not None:
             self._remote_experts.connect()
-        if linear_layers is not None:
-            sums = self._sums(linear_layers)
-            join = None if sums is None else partial(joined, get_tp_group().cpu_group, sums)
-            layers = linear_layers.loaded(self.worker.model_runner.get_model(), sums, join)
-            if linear_layers.has_group_prompts and seat.tensor_rank:
-                kv_cache.place_in(kept_memory)
-            # Compiled code is kept by what the configuration says.
-            self._vllm_config.additional_config |= {
-                "ray_hetero_layers": layers,
-                "ray_hetero_whole_embedding": has_whole,
-            }
-        last_layer.install(self.worker.model_runner, self._vllm_config, world, seat)
+        if cpu_rank is not None:
+            cpu_rank.loaded(self.worker.model_runner.get_model())
+        last = last_layer.install(self.worker.model_runner, self._vllm_config, world, seat)
         if self.worker.model_runner.device.type == "cpu":
             model_runner.draw_for_kept_tokens_only(self.worker.model_runner)
         if world.layout.is_mixed(seat.stage):
@@ -195,10 +163,12 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             compiles=self._vllm_config.compilation_config.mode != CompilationMode.NONE,
             has_others=bool(world.experts) or self._parallel_config.data_parallel_size > 1,
         )  # fmt: skip
-        context = replace(self._context(), has_run_ahead=ahead)
+        output = None if cpu_rank is None else cpu_rank.output
+        context = replace(self._context(), has_run_ahead=ahead, output=output)
         self.worker = RankWorker(
-            self.worker, context, seat.stage, self._rank.forecast, self._remote_experts
-        )
+            self.worker, context, seat.stage, self._rank.forecast,
+            experts=self._remote_experts, cpu_rank=cpu_rank, last_layer=last,
+        )  # fmt: skip
         seconds = {
             "joining groups and loading weights": loaded - began,
             "making weights ready for the kernels": time.perf_counter() - loaded,
@@ -236,19 +206,6 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         near = [gpu for gpu in physical_gpus if gpu in self._rank.gpus_beside]
         gpus = near or physical_gpus
         return torch.device("cuda", gpus[self._rank.seat.local_rank % len(gpus)])
-
-    def _sums(self, linear_layers: LinearLayers) -> RankSums | None:
-        """Sums with the other ranks of a group of CPU ranks of one host; None for other groups."""
-        group = get_tp_group()
-        if group.world_size == 1 or group.over_host is not None:
-            return None
-        return shared_sums.joined(
-            group.cpu_group,
-            group.ranks,
-            linear_layers.native,
-            linear_layers.sum_terms(self._vllm_config.model_config.get_hidden_size()),
-            self._rank.engine.config.exchange.timeout_s,
-        )
 
     def _stay_near_gpu(self, gpu: int) -> tuple[int, ...]:
         """Load and compile near the GPU; answers the logical CPUs to serve on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -14,11 +14,11 @@ from ray_hetero.compat.worker import late_tokens
 from ray_hetero.distributed.groups import HostCommunicator
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.kernels.layers import layer_tokens
-from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS
+from ray_hetero.kernels.step_route import StepLimits, StepRoute
 from ray_hetero.log import logger
 from ray_hetero.observability.step_clock import PredictedStep, StepClock
-from ray_hetero.offload.prefetch import Prefetcher
-from ray_hetero.worker import last_layer
+from ray_hetero.worker.cpu_rank import CpuRank
+from ray_hetero.worker.last_layer import LastLayer
 from ray_hetero.worker.speculation import rows_to_verified
 from ray_hetero.worker.warmup_actions import Acknowledged, RankContext, perform
 from ray_hetero.worker.warmup_schedule import Step
@@ -35,15 +35,18 @@ class RankWorker:
         stage: int,
         forecast: Forecast | None,
         experts: RemoteExperts | None = None,
+        cpu_rank: CpuRank | None = None,
+        last_layer: LastLayer | None = None,
     ) -> None:
         self._worker = worker
+        self._cpu_rank = cpu_rank
+        self._last_layer = last_layer
         self._experts = experts
         self._stage = stage
         self._context = context
         self._boundary: Any = None
         self._over_host: HostCommunicator | None = None
         self.late_tokens: late_tokens.LateTokens | None = None
-        self._prefetcher = Prefetcher()
         self.failure: Exception | None = None
         """Error of a step that failed: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
@@ -67,25 +70,33 @@ class RankWorker:
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; what exchanges tensors learns its tokens first."""
         tokens = scheduler_output.total_num_scheduled_tokens
+        counts, cpu_rank = scheduler_output.num_scheduled_tokens.values(), self._cpu_rank
+        route = StepRoute.of(counts, StepLimits()) if cpu_rank is None else cpu_rank.route(counts)
         if self._boundary is not None and tokens:
-            counts = scheduler_output.num_scheduled_tokens.values()
-            self._boundary.begin_step(tokens, is_decoding=max(counts) <= DECODING_TOKENS)
+            self._boundary.begin_step(route)
         if self._over_host is not None and tokens:
             self._over_host.begin_step(tokens)
         if self._experts is not None and tokens:
             self._experts.begin_step(tokens, rows_to_verified(scheduler_output))
-        last_layer.begin_step(scheduler_output)
+        if self._last_layer is not None:
+            self._last_layer.begin_step(scheduler_output)
         late = self.late_tokens
         if late is not None:
             late.begin_step(scheduler_output)
         layer_tokens.take()
         start = self.clock.begin()
-        with self._step():
-            self._prefetcher.begin_step(scheduler_output)
+        with (
+            self._step(),
+            nullcontext() if cpu_rank is None else cpu_rank.step(scheduler_output, route),
+        ):
             output = self._worker.execute_model(scheduler_output)
             if self._boundary is not None:
                 self._boundary.end_step()
-        self.clock.totals.count(layer_tokens.take())
+        computed = layer_tokens.take()
+        self.clock.totals.count(computed)
+        reason = None if cpu_rank is None else cpu_rank.reason(route, computed)
+        if reason is not None:
+            self.clock.totals.count_route(reason)
         self.clock.add(
             time.perf_counter() - start,
             tokens,

@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import set_random_seed
 
 from ray_hetero.compat.worker import warmup
 from ray_hetero.log import logger
+from ray_hetero.offload.prefill.stage_output import StageOutput
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
 from ray_hetero.runtime.core_binding import keep_to, lead_from_first_core
 from ray_hetero.worker import placement_proof
@@ -58,6 +59,8 @@ class RankContext:
     """Whether its largest forward pass is made before the schedule begins."""
     max_remote_memory_fraction: float | None = None
     """Largest share of its memory on other nodes."""
+    output: StageOutput | None = None
+    """Memory of a GPU in which a CPU rank's stage leaves results for the next one."""
 
 
 def perform(worker: Any, context: RankContext, step: Step) -> Acknowledged:
@@ -154,7 +157,9 @@ def _boundary(worker: Any, context: RankContext, step: Step) -> None:
         batch_size=1, dtype=runner.model_config.dtype, device=runner.device
     )
     timeout_s = worker.parallel_config.cpu_distributed_timeout_seconds
-    boundary.agree(template.tensors, runner.max_num_tokens, timeout_s, context.numa_nodes)
+    boundary.agree(
+        template.tensors, runner.max_num_tokens, timeout_s, context.numa_nodes, context.output
+    )
 
 
 def _finish(worker: Any, context: RankContext, step: Step) -> None:

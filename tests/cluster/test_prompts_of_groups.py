@@ -72,6 +72,9 @@ def test_tokens_are_those_of_the_cores(
     computed = [one["gpu_layer_tokens"] for one in totals if one["gpu_layer_tokens"]]
     assert len(computed) == 2
     assert computed[0] == computed[1]
+    on_gpu = [one["prompts_steps"] for one in totals if one["gpu_layer_tokens"]]
+    assert on_gpu[0] == on_gpu[1] > 0
+    assert all(not one["prompts_steps"] and not one["many_requests_steps"] for one in neither)
     log = (folder / "log").read_text()
     assert log.count("in whole layers, their attention too, for all of the ranks") == 1
     for left, right in zip(cores, gpu, strict=True):

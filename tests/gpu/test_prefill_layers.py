@@ -183,7 +183,7 @@ def test_requests_decode_beside_prompts(is_compact: bool, monkeypatch: pytest.Mo
 @needs_native
 def test_embeddings_are_sent_while_others_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, device=GPU, layers=3, columns=8, blocks=160, most=4096)
-    gpu, table = steps.kernel.prompts.gpu, torch.randn(500, HIDDEN).bfloat16()
+    gpu, table = steps.kernel.gpu, torch.randn(500, HIDDEN).bfloat16()
     one, other = steps.request(3000), steps.request(300)
     tokens = {request: torch.randint(500, (len(request.inputs),)) for request in (one, other)}
     begin, factor = steps.begin, 1

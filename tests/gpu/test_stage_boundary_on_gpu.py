@@ -14,7 +14,7 @@ from gpu_host import IS_PRETENDED, needs_gpus
 
 sys.path.append(str(Path(__file__).parents[1] / "unit/distributed"))
 
-from test_stage_boundary import CAPACITY, STEPS, TEMPLATE, boundary_of, run, tensors_of
+from test_stage_boundary import CAPACITY, STEPS, TEMPLATE, boundary_of, run, step_of, tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def decodes(rank: int, ranks: int, store: Path, answers: Any) -> None:
         for like in TEMPLATE.values():
             like.to(device).float().sum()  # loads the kernels
         for step, tokens in enumerate(STEPS * 2):
-            boundary.begin_step(tokens, is_decoding=tokens == 1)
+            boundary.begin_step(step_of(tokens, is_decoding=tokens == 1))
             dist.barrier()
             expected = tensors_of(step, tokens)
             if rank == 0:

@@ -14,8 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from ray_hetero.offload.prefill.embedded_prompts import look_up_for
-from ray_hetero.offload.prefill.embedded_rows import EmbeddedRows
+from ray_hetero.offload.prefill.embedded_prompts import EmbeddedRows, look_up_for
 
 VOCABULARY = 200
 
@@ -56,7 +55,7 @@ class EmbeddedSteps:
         """
         steps = Steps(monkeypatch, **{"layers": 3, "blocks": 160, "most": 512} | given)
         layer = embedding()
-        rows = look_up_for(steps.kernel.prompts, model_of(layer))
+        rows = look_up_for(steps.kernel, steps.kernel.gpu, model_of(layer))
         assert rows is not None
         made = cls(steps, layer, rows)
         begin = steps.begin

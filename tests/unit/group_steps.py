@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -248,7 +249,11 @@ class GroupSteps(Steps):
             if isinstance(groups, Exception):
                 raise groups
             group = None if groups is None else groups[0]
-            rank.made = DecoderLayers(rank.known, rank.kernel, group, group)
+            rank.made = DecoderLayers(rank.known, rank.kernel, group)
+            if group is not None:
+                rank.kernel.limits = replace(
+                    rank.kernel.limits, gpu_from=group.from_tokens, gpu_room=group.tokens
+                )
             if group is not None and not group.shares.is_empty:
                 rank.made.shared = SharedDecode(
                     rank.known, rank.kernel, group.columns_of(len(rank.known)), group.shares

@@ -7,7 +7,7 @@ decoding must give the same rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +21,10 @@ from vllm.v1.attention.backends import cpu_attn
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
 from ray_hetero.kernels.layers import attention as attention_module
-from ray_hetero.kernels.layers import decode_step, decoder_layers
+from ray_hetero.kernels.layers import decoder_layers
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.layer_parts import Linear
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.offload.decode import column_pieces, shared_decode
 from ray_hetero.offload.decode.column_channel import MakeColumns
 from ray_hetero.offload.decode.mlp_columns import maker_of
@@ -123,7 +123,7 @@ class Steps:
             # What was never written must not be read.
             shape = (blocks, kv_heads, block, 2 * HEAD)
             self.caches.append(torch.full(shape, unwritten, dtype=torch.bfloat16))
-        for module in (attention_module, decoder_layers, decode_step):
+        for module in (attention_module, decoder_layers):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
         # Those of tests have few.
         monkeypatch.setattr(column_pieces, "LEAST_COLUMNS", 64)
@@ -143,7 +143,8 @@ class Steps:
                 assert held is not None
                 linears[module] = Linear(held, module.added)
                 gpu.add(held)
-        kernel.prompts = Prompts(gpu, least)
+        kernel.gpu = gpu
+        kernel.limits = replace(kernel.limits, gpu_from=least, gpu_room=most, has_products=True)
         self.kernel, self.linears = kernel, linears
         self.known = known_layers(self.decoder, linears, kernel)
         gpu.take(self.known[0].parts.output.weight.shape[0])
@@ -151,7 +152,7 @@ class Steps:
         assert shape is not None
         memory = AttentionMemory(gpu, shape) if has_memory else None
         on_gpu = None if memory is None else GpuLayers(self.known, gpu, memory)
-        made = DecoderLayers(self.known, kernel, on_gpu, kernel.prompts)
+        made = DecoderLayers(self.known, kernel, on_gpu)
         self.shared: SharedDecode | None = None
         self.columns_of: MakeColumns = maker_of(self.known, gpu, kernel)
         """Makes what computes columns of the first layers."""

@@ -61,9 +61,8 @@ class Rank:
         post_attention.tensor_model_parallel_all_reduce = all_reduce
         self.rank = self.steps.ranks[own]
         kernel, group = self.rank.kernel, dist.group.WORLD
-        terms = SumTerms(
-            kernel.level.name, kernel.step_tokens, kernel.step_tokens * HIDDEN, len(self.rank.known)
-        )
+        most = kernel.limits.native_tokens
+        terms = SumTerms(kernel.level.name, most, most * HIDDEN, len(self.rank.known))
         sums = shared_sums.joined(group, range(count), native, terms, limit_s)
         assert sums is not None
         kernel.sums = sums
@@ -73,7 +72,10 @@ class Rank:
             groups = joining.joined(group, sums, self.rank.offer)
         assert groups is not None
         self.from_tokens = groups[0].from_tokens
-        self.rank.made = DecoderLayers(self.rank.known, kernel, groups[0], groups[0])
+        self.rank.made = DecoderLayers(self.rank.known, kernel, groups[0])
+        kernel.limits = replace(
+            kernel.limits, gpu_from=groups[0].from_tokens, gpu_room=groups[0].tokens
+        )
 
     def _measure(self, patch: pytest.MonkeyPatch, link: float) -> None:
         """Have both measured, the link so many times as slow as the cores."""
@@ -117,7 +119,7 @@ def main() -> None:
     rank = Rank(**given)
     if given.get("link"):
         least = rank.from_tokens
-        tell(from_tokens=least, step_tokens=rank.rank.kernel.step_tokens)
+        tell(from_tokens=least, step_tokens=rank.rank.kernel.limits.native_tokens)
         for tokens in (least - 1, least):
             layer_tokens.take()
             rank.step((rank.steps.request(tokens), 0, tokens))

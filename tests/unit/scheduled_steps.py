@@ -17,7 +17,8 @@ from stage_outputs import offered, pretended_memory, results
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from ray_hetero.offload import prefetch
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_route import StepRoute
 from ray_hetero.offload.prefetch import Prefetcher
 from ray_hetero.offload.prefill import kv_transfer
 from ray_hetero.offload.prefill.embedded_prompts import look_up_for
@@ -78,6 +79,15 @@ def scheduled(
     return made
 
 
+def begin_step(step: SchedulerOutput, ahead: Prefetcher, *kernels: StreamingLinear) -> None:
+    """Have the ranks of a group begin a step, the first of which has the GPU."""
+    for kernel in kernels:
+        kernel.route = StepRoute.of(step.num_scheduled_tokens.values(), kernel.limits)
+    route = kernels[0].route
+    assert route is not None
+    ahead.begin_step(step, route)
+
+
 class Engine:
     """Steps of one rank that vLLM schedules, looks up and has computed.
 
@@ -96,8 +106,7 @@ class Engine:
         self.gpu = self.layers.gpu
         self.sent = SentSteps(self.layers)
         first = None if self.layers.shared is None else self.layers
-        prefetch.use([self.steps.kernel.prompts], first)
-        self._ahead = Prefetcher()
+        self._ahead = Prefetcher(self.gpu, first)
         # What the model does with rows, and what is sent, is known after two steps.
         for _ in range(2):
             request = self.request(LARGE)
@@ -121,7 +130,8 @@ class Engine:
 
     def schedule(self, *parts: Part, known: int = 0) -> None:
         """Have a step scheduled; `known` as of `scheduled`."""
-        self._ahead.begin_step(scheduled(self.embedded.tokens, *parts, known=known))
+        begin_step(scheduled(self.embedded.tokens, *parts, known=known), self._ahead,
+                   self.steps.kernel)  # fmt: skip
 
     def compute(self, *parts: Part) -> None:
         """Compute a step, and compare it."""
@@ -151,17 +161,16 @@ class GroupEngine:
         self.table = embedding()
         self.tokens: dict[Conversation, torch.Tensor] = {}
         self._tables = []
-        for prompts, *_ in self.group.join():
+        for rank, (prompts, *_) in zip(self.group.ranks, self.group.join(), strict=True):
             own = embedding()
             own.weight = self.table.weight
-            look_up_for(prompts, model_of(own))
+            look_up_for(rank.kernel, prompts.gpu, model_of(own))
             self._tables.append(own)
         self.first = self.group.ranks[0].made
         self.gpu = self.first.gpu
         self.sent = SentSteps(self.first)
         decodes = None if self.first.shared is None else self.first
-        prefetch.use([self.first._many], decodes)
-        self._ahead = Prefetcher()
+        self._ahead = Prefetcher(self.gpu, decodes)
         for _ in range(2):
             request = self.request(LARGE)
             self.step((request, 0, LARGE))
@@ -189,7 +198,8 @@ class GroupEngine:
 
     def schedule(self, *parts: Part, known: int = 0) -> None:
         """As of `Engine`."""
-        self._ahead.begin_step(scheduled(self.tokens, *parts, known=known))
+        begin_step(scheduled(self.tokens, *parts, known=known), self._ahead,
+                   *(rank.kernel for rank in self.group.ranks))  # fmt: skip
 
     def compute(self, *parts: Part) -> None:
         """As of `Engine`."""

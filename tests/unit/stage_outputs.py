@@ -78,7 +78,6 @@ def pretended_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     """Have stages leave their results in such memory, and small weights be cut into pieces."""
     made = Memory()
     monkeypatch.setattr(stage_output, "gpu_memory", made)
-    monkeypatch.setattr(stage_output, "_offered", [])
     # Of no step until a test says otherwise.
     monkeypatch.setattr(stage_output, "turns_from", lambda gpu: CAPACITY + 1)
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 128 << 10)

@@ -102,17 +102,16 @@ def head_weights(attend: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return keys.transpose(1, 2), values.transpose(1, 2), False
 
 
-def blocks_of_tokens(metadata: Any, tokens: int, most_rows: int, block: int) -> torch.Tensor | None:
+def blocks_of_tokens(metadata: Any, tokens: int, block: int) -> torch.Tensor | None:
     """The KV blocks of each token of a step, [tokens, blocks], int32.
 
     Args:
         metadata: vLLM's of the step.
         tokens: of the step.
-        most_rows: of a request.
         block: tokens of a block.
 
     Returns:
-        None if the step is none of a few tokens of each request.
+        None if the step is described in another way.
 
     Uses: `MLACommonMetadata`, where requests that decode are in front of all others.
     """
@@ -121,7 +120,6 @@ def blocks_of_tokens(metadata: Any, tokens: int, most_rows: int, block: int) -> 
     if (
         not isinstance(metadata, MLACommonMetadata)
         or metadata.num_actual_tokens != tokens
-        or metadata.max_query_len > most_rows
         or not metadata.causal
     ):
         return None

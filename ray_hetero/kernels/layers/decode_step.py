@@ -2,9 +2,9 @@
 
 vLLM's operators for the attention of one layer, called from Python, take several times as long as
 there is to compute while conversations are short; and threads are called together for each anew.
-Requests may have a few tokens each, which verify drafts (token_rows.py).  Steps that are something
-else (prompts, more than 128 tokens), and attentions that do more than this knows, are computed
-layer by layer (decoder_layers.py).
+Requests may have a few tokens each, which verify drafts (`token_rows`).  Steps that are something
+else (step_route.py), and attentions that do more than this knows, are computed layer by layer
+(decoder_layers.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention.attention import get_attention_context
 
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.adapters import Adapters
@@ -27,7 +26,6 @@ from ray_hetero.kernels.layers.protocols import SharesDecode
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.linear.token_rows import is_few_rows, token_rows
 from ray_hetero.log import logger
 
 Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
@@ -158,27 +156,25 @@ class DecodeStep:
         adapters: Adapters | None,
     ) -> None:
         self._kernel = kernel
-        self._names = [attention.name for attention, _ in layers]
         self._adapters = adapters
         self._layers = NativeLayers(kernel, first, layers)
         self.shared: SharesDecode | None = None
         """Steps in which a GPU computes a part of each layer; None where none does."""
 
     def __call__(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a step as `DecoderLayers` does; None if the step is of another kind.
+        self, contexts: Sequence[Context], positions: torch.Tensor, hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        """Compute a step as `DecoderLayers` does; None if its attention is of another kind.
 
         Args:
+            contexts: vLLM's forward context of each layer, of a step whose route is a native call.
             positions: [M], int64.
             hidden: [M, N], bf16.
             residual: [M, N], bf16; None at the beginning of a model.
 
         """
         tokens = len(positions)
-        if tokens > self._kernel.step_tokens:
-            return None
-        contexts = [get_attention_context(name) for name in self._names]
         groups = _groups(contexts, tokens, self._kernel.dtype)
         if groups is None:
             return None
@@ -188,7 +184,7 @@ class DecodeStep:
             requests.append(StepRequests(positions, slots, lengths, blocks))
         slots = None if self._adapters is None else self._adapters.slots(tokens)
         shared = self.shared if slots is None else None  # adapters are not on the GPU
-        layer_tokens.count(len(self._names), native=tokens)
+        layer_tokens.count(len(contexts), native=tokens)
         if shared is not None and not shared.has(tokens):
             shared = None
         return self._run(requests, groups, contexts, hidden, residual, slots, shared)
@@ -277,7 +273,7 @@ def _groups(
             if (
                 metadata is None
                 or slots is None
-                or not is_few_rows(metadata, slots, tokens)
+                or not is_described(metadata, slots, tokens)
                 or not is_known(cache, module.isa, dtype)
             ):
                 return None
@@ -285,6 +281,54 @@ def _groups(
         elif first[1].isa != module.isa or cache.stride() != first[2].stride():
             return None
     return list(found.values())
+
+
+def token_rows(metadata: Any, tokens: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Length and blocks of each token, each as a request of its own.
+
+    The native decode step computes one token a request.  A request that verifies drafts has 1 + k
+    of them, which is 1 + k requests of ascending length over the same blocks: keys and values of
+    all are written before any of them is attended with.
+
+    Args:
+        metadata: vLLM's CPUAttentionMetadata of the step, as `is_described` takes it.
+        tokens: of the step.
+        block: tokens of a block.
+
+    Returns:
+        [tokens], int32, with the token itself; and [tokens, blocks], int32.
+
+    """
+    lengths, blocks = metadata.seq_lens, metadata.block_table
+    if metadata.max_query_len == 1:
+        return lengths, blocks
+    starts = metadata.query_start_loc
+    request = torch.repeat_interleave(starts.diff(), output_size=tokens)
+    behind = starts[1:][request] - torch.arange(1, tokens + 1)
+    used = -(-metadata.max_seq_len // block)
+    return (lengths[request] - behind).to(torch.int32), blocks[:, :used][request]
+
+
+def is_described(metadata: Any, slots: torch.Tensor, tokens: int) -> bool:
+    """Whether a step is described as vLLM's CPU backend describes it.
+
+    Args:
+        metadata: vLLM's.
+        slots: places of keys and values in the cache.
+        tokens: of the step, whose route is a native call (step_route.py).
+
+    """
+    lengths, blocks, starts = metadata.seq_lens, metadata.block_table, metadata.query_start_loc
+    return (
+        metadata.num_actual_tokens == tokens
+        and len(lengths) == len(blocks) == len(starts) - 1
+        and (metadata.max_query_len > 1 or tokens == len(lengths))
+        and len(slots) >= tokens
+        and metadata.causal
+        and metadata.dynamic_causal is None
+        and (lengths.dtype, blocks.dtype, slots.dtype) == (torch.int32, torch.int32, torch.int64)
+        and lengths.stride(0) == blocks.stride(1) == slots.stride(0) == 1
+    )
 
 
 def is_known(cache: torch.Tensor, isa: str, dtype: torch.dtype = torch.bfloat16) -> bool:

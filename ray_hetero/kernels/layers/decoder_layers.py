@@ -3,11 +3,11 @@
 vLLM runs a layer as a dozen operators, compiled or not.  In a decode step each of them has little
 to do, and most of what it costs is to call it: Python and instructions that the weights have driven
 out of the caches since the layer before.  Here all layers of a stage that follow one another are
-one operator.  A decode step is one native call (decode_step.py); the prompts of a step of many
-tokens are computed by a prompt GPU, where there is one, while the cores decode the rest of the step
-(gpu_layers.py; for the ranks of a group group_layers.py); any other step calls what is left of each
-layer: vLLM's kernels of the attention, and all that lies between two attentions
-(post_attention.py).
+one operator, and the step's route (step_route.py) says how it is computed.  A decode step is one
+native call (decode_step.py); the prompts of a step of many tokens are computed by a prompt GPU,
+where there is one, while the cores decode the rest of the step (gpu_layers.py; for the ranks of a
+group group_layers.py); any other step calls what is left of each layer: vLLM's kernels of the
+attention, and all that lies between two attentions (post_attention.py).
 
 The attentions' own modules stay what they are, and vLLM finds them where it has registered them.
 """
@@ -33,10 +33,10 @@ from ray_hetero.kernels.layers.protocols import (
     LayersOnGpu,
     SharesDecode,
     StageRows,
-    Threshold,
 )
-from ray_hetero.kernels.layers.step_rows import PROMPT_TOKENS, StepRows, one_prompt, step_rows
+from ray_hetero.kernels.layers.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_route import Place, Reason
 from ray_hetero.log import logger
 
 WEIGHTS_FOR_SENT = 16
@@ -55,13 +55,12 @@ class DecoderLayers:
         layers: at least one.
         kernel: what computes linear layers.
         on_gpu: a GPU that computes whole layers in large steps, for this rank or for its group.
-        many: holder of the number of tokens from which it computes a step.
 
     """
 
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear,
-        on_gpu: LayersOnGpu | None = None, many: Threshold | None = None,
+        on_gpu: LayersOnGpu | None = None,
     ) -> None:  # fmt: skip
         self._kernel = kernel
         self.output: StageRows | None = None
@@ -79,7 +78,8 @@ class DecoderLayers:
             if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
-        self._on_gpu, self._many = on_gpu, many
+        self._names = [attention.name for attention, _ in self._layers]
+        self._on_gpu = on_gpu
         self._most_sent = most_sent(layers)
 
     @property
@@ -126,52 +126,68 @@ class DecoderLayers:
 
         """
         positions = positions.to(torch.int64).contiguous()
-        step = self._decode_step(positions, hidden, residual) if self._decode_step else None
-        if step is None and self._on_gpu is not None:
-            try:
-                step = self._with_gpu(self._on_gpu, positions, hidden, residual)
-            except torch.OutOfMemoryError as error:
-                logger.warning(
-                    "the GPU that computes this rank's prompts has run out of memory (%s): from "
-                    "now on %s. Lower gpu.memory_utilization or --max-num-batched-tokens.",
-                    str(error).splitlines()[0],
-                    self._on_gpu.instead,
-                )
-                self._on_gpu = None
-            if step is not None and self.shared is not None:
-                self.shared.interrupt()
+        contexts, tokens, longest, step = [], len(positions), None, None
+        if self._decode_step is not None or self._on_gpu is not None:
+            contexts = [get_attention_context(name) for name in self._names]
+            metadata = contexts[0][0]
+            longest = None if metadata is None else metadata.max_query_len  # None in a dummy run
+        place = self._kernel.route_of(tokens, longest).place
+        if place is Place.NATIVE and self._decode_step is not None:
+            step = self._decode_step(contexts, positions, hidden, residual)
+        elif place is Place.GPU and contexts:
+            step = self._with_gpu(contexts, positions, hidden, residual)
         if step is None:
-            layer_tokens.count(len(self._layers), by_operators=len(positions))
+            if place is Place.NATIVE or (place is Place.GPU and not contexts):
+                layer_tokens.count_instead(Reason.UNKNOWN_ATTENTION)
+            layer_tokens.count(len(self._layers), by_operators=tokens)
             step = self._layer_by_layer(positions, hidden, residual)
         return step
 
     def _with_gpu(
-        self, on_gpu: LayersOnGpu, positions: torch.Tensor, hidden: torch.Tensor,
+        self, contexts: Sequence[Any], positions: torch.Tensor, hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-        """Prompts on the GPU and decoding requests on the cores; None if the step is another."""
-        assert self._many is not None
-        tokens, least = len(positions), self._many.from_tokens
-        if tokens < least or not on_gpu.suits(tokens):
+        """Compute a step with the GPU; None, and its reason counted, if that cannot be."""
+        rows = self._divided(contexts, len(positions))
+        on_gpu = self._on_gpu
+        if isinstance(rows, Reason) or on_gpu is None:
+            layer_tokens.count_instead(rows if isinstance(rows, Reason) else Reason.NO_ROOM)
             return None
-        if self._adapters is not None and self._adapters.slots(tokens) is not None:
-            return None  # they are not on the GPU
-        contexts = [get_attention_context(attention.name) for attention, _ in self._layers]
-        own: tuple[Any, Any] | None = None
-        if contexts[0][0] is None:
-            # A dummy run, for which vLLM attends to nothing; the GPU makes ready what it needs.
-            rows = one_prompt(tokens)
-        elif (found := self._divided(contexts, tokens)) is None or found.tokens < least:
-            return None
-        else:
-            rows = found
-            slots = contexts[0][3][:tokens][rows.rows]
-            own = tuple(module for _, module, _, _ in contexts), slots
         kept = tuple(cache for _, _, cache, _ in contexts)
         if all(cache.numel() for cache in kept) and not on_gpu.reaches(kept):
             self._on_gpu = None
+            layer_tokens.count_instead(Reason.NO_ROOM)
             return None
-        caches = None if own is None else Caches(own[0], kept, own[1], on_gpu.others)
+        try:
+            step = self._prompts(on_gpu, rows, contexts, positions, hidden, residual)
+        except torch.OutOfMemoryError as error:
+            logger.warning(
+                "the GPU that computes this rank's prompts has run out of memory (%s): from "
+                "now on %s. Lower gpu.memory_utilization or --max-num-batched-tokens.",
+                str(error).splitlines()[0],
+                on_gpu.instead,
+            )
+            self._on_gpu = None
+            layer_tokens.count_instead(Reason.NO_ROOM)
+            return None
+        if self.shared is not None:
+            self.shared.interrupt()
+        return step
+
+    def _prompts(
+        self, on_gpu: LayersOnGpu, rows: StepRows, contexts: Sequence[Any],
+        positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a step's prompts on the GPU, and decoding requests on the cores."""
+        tokens = len(positions)
+        caches = None
+        if contexts[0][0] is not None:
+            caches = Caches(
+                tuple(module for _, module, _, _ in contexts),
+                tuple(cache for _, _, cache, _ in contexts),
+                contexts[0][3][:tokens][rows.rows],
+                on_gpu.others,
+            )
         decoded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def decode() -> None:
@@ -211,13 +227,16 @@ class DecoderLayers:
             into[rows.decoding_rows] = others
         return whole, sums
 
-    def _divided(self, contexts: Sequence[Any], tokens: int) -> StepRows | None:
-        """Division of a step's rows between cores and GPU; None if the GPU computes none."""
+    def _divided(self, contexts: Sequence[Any], tokens: int) -> StepRows | Reason:
+        """Division of a step's rows between cores and GPU; why not, if the GPU computes none."""
+        if self._adapters is not None and self._adapters.slots(tokens) is not None:
+            return Reason.ADAPTERS  # they are not on the GPU
         metadata, first, cache, slots = contexts[0]
+        if metadata is None:
+            return one_prompt(tokens)  # a dummy run: the GPU makes ready what it needs
         if (
             slots is None
             or metadata.num_actual_tokens != tokens
-            or metadata.max_query_len < PROMPT_TOKENS
             or not metadata.causal
             or metadata.dynamic_causal is not None
             or slots.dtype != torch.int64
@@ -225,12 +244,14 @@ class DecoderLayers:
             or any(one is not metadata or other.stride() != cache.stride()
                    for one, _, other, _ in contexts)
         ):  # fmt: skip
-            return None
+            return Reason.UNKNOWN_ATTENTION
+        limits = self._kernel.limits
         can_decode = self._decode_step is not None and decode_step.is_known(cache, first.isa)
-        return step_rows(
+        rows = step_rows(
             metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), metadata.block_table,
-            cache.shape[2], self._kernel.step_tokens if can_decode else 0, self._most_sent,
+            cache.shape[2], limits.native_tokens if can_decode else 0, self._most_sent,
         )  # fmt: skip
+        return rows if limits.is_for_gpu(rows.tokens) else Reason.MOSTLY_DECODING
 
     def _layer_by_layer(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None

@@ -27,7 +27,7 @@ from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.layers.post_attention import add_and_norm, norm
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.linear.token_rows import MOST_ROWS
+from ray_hetero.kernels.step_route import Place, Reason
 
 BLOCK_MULTIPLE = 16
 """Divisor of the tokens of a KV block: a tile's."""
@@ -137,7 +137,7 @@ class StepRequests:
         cls, metadata: Any, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor,
         module: ModuleType,
     ) -> StepRequests | None:  # fmt: skip
-        """Requests of a step; None if the step has more than a few tokens of a request.
+        """Requests of a step; None if vLLM describes it in another way than is known here.
 
         Args:
             metadata: vLLM's.
@@ -150,7 +150,7 @@ class StepRequests:
         tokens, (count, block, _) = len(positions), cache.shape
         if slots.dtype != torch.int64 or slots.stride(0) != 1 or len(slots) < tokens:
             return None
-        blocks = blocks_of_tokens(metadata, tokens, MOST_ROWS, block)
+        blocks = blocks_of_tokens(metadata, tokens, block)
         if blocks is None:
             return None
         lengths = (positions + 1).to(torch.int32)
@@ -219,14 +219,18 @@ class LatentLayer:
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The same in one native call, or None if this step is something else."""
-        if len(positions) > self._kernel.step_tokens:
-            return None
         metadata, _, cache, slots = get_attention_context(self._name)
-        if metadata is None or slots is None or not self._is_known(cache):
+        if metadata is None:
+            return None
+        route = self._kernel.route_of(len(positions), metadata.max_query_len)
+        if route.place is not Place.NATIVE:
             return None
         if not (_step and _step[0].is_of(metadata, positions, cache)):
-            made = StepRequests.of(metadata, positions, slots, cache, self._kernel.native)
+            made = None
+            if slots is not None and self._is_known(cache):
+                made = StepRequests.of(metadata, positions, slots, cache, self._kernel.native)
             if made is None:
+                layer_tokens.count_instead(Reason.UNKNOWN_ATTENTION)
                 return None
             _step[:] = [made]
         hidden = hidden.contiguous()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_hetero.kernels.step_route import Reason
+
 
 @dataclass
 class LayerTokens:
@@ -28,6 +30,9 @@ class LayerTokens:
     """Tokens that a GPU rank has left out of the model's last MLP: nothing reads their rows."""
     columns_waited_s: float = 0.0
     """Seconds that the cores have waited in decode steps for columns of MLPs of the GPU."""
+    instead: Reason | None = None
+    """Reason for which layers were computed elsewhere than the step's route says; None if all were
+    computed there."""
 
 
 _counted = LayerTokens()
@@ -53,6 +58,11 @@ def count_left_out(tokens: int) -> None:
 def count_columns_wait(seconds: float) -> None:
     """Count what the cores have waited in one decode step for the GPU's columns."""
     _counted.columns_waited_s += seconds
+
+
+def count_instead(reason: Reason) -> None:
+    """Count layers that one step's route did not suit."""
+    _counted.instead = reason
 
 
 def take() -> LayerTokens:

@@ -42,17 +42,17 @@ class PostAttentionBlock:
 
         """
         tokens = attended.shape[0]
-        many = self._kernel.prompts
+        gpu = self._kernel.gpu
         sums = self._kernel.sums
         slots = None if self._adapters is None else self._adapters.slots(tokens)
         if (
-            many is not None
+            gpu is not None
             and slots is None  # adapters are not on the GPU
             and sums is None  # a GPU would have to wait for them in between
-            and tokens >= many.from_tokens
-            and all(many.gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
+            and self._kernel.limits.is_for_gpu(tokens)
+            and all(gpu.suits(linear.weight.data, tokens) for linear in self.parts.linears)
         ):
-            return many.gpu.post_attention(self.parts, attended, residual)  # type: ignore[no-any-return]
+            return gpu.post_attention(self.parts, attended, residual)  # type: ignore[no-any-return]
         if tokens > self._kernel.few_tokens:
             return self.one_by_one(attended, residual)
         attended, residual = attended.contiguous(), residual.contiguous()

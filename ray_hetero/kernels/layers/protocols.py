@@ -18,13 +18,6 @@ from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.streaming_linear import ManyTokens
 
 
-class Threshold(Protocol):
-    """Number of tokens from which a GPU computes a step."""
-
-    from_tokens: int
-    """Least tokens of such a step; a slow link raises it after the layers are made."""
-
-
 class StageRows(Protocol):
     """Memory of a GPU in which the last layers of a stage leave their results for the next one."""
 
@@ -70,9 +63,6 @@ class LayersOnGpu(Protocol):
     @property
     def gpu(self) -> ManyTokens | None:
         """The GPU's side in this process; None in ranks whose group's first rank has it."""
-
-    def suits(self, tokens: int) -> bool:
-        """Whether there is room for so many tokens."""
 
     def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
         """Make the layers' caches accessible to the GPU; whether that succeeded."""

@@ -20,13 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-DECODING_TOKENS = 8
-"""Most tokens of a request that decodes: one and the drafts that it verifies."""
-PROMPT_TOKENS = 16
-"""Least tokens of a request whose attention is worth sending its cached keys to a GPU: for fewer
-queries reading them where they are takes less time.  A step without such a request has no prompts
-for a GPU."""
-assert DECODING_TOKENS < PROMPT_TOKENS  # what decodes is no prompt
+from ray_hetero.kernels.step_route import DECODING_TOKENS
 
 
 @dataclass(frozen=True)

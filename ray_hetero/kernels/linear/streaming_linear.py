@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -22,6 +22,7 @@ from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.kernels.step_route import StepLimits, StepRoute
 from ray_hetero.log import logger
 
 try:
@@ -61,26 +62,6 @@ class ManyTokens(Protocol):
         """
 
 
-Gpu = TypeVar("Gpu", bound=ManyTokens)
-
-
-@dataclass(eq=False)
-class Prompts(Generic[Gpu]):
-    """The GPU that computes steps of many tokens, and the least number of these tokens."""
-
-    gpu: Gpu
-    from_tokens: int
-    """Least tokens of such a step.  Whoever has the GPU compute one reads them in each step: where
-    the link turns out to be slow they are raised after the layers are made (threshold.py)."""
-    is_auto: bool = False
-    """Whether a slow link raises them."""
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens of such a step."""
-        return self.gpu.tokens
-
-
 class StreamingLinear:
     """Kernel of this process's linear layers.
 
@@ -97,10 +78,12 @@ class StreamingLinear:
         """Data type of weights and activations at this level."""
         self.few_tokens: int = native.FEW_TOKENS
         """Most tokens of a step that is to do nothing but read weights."""
-        self.step_tokens: int = native.STEP_TOKENS
-        """Most tokens of a decode step that is one native call."""
-        self.prompts: Prompts[Any] | None = None
-        """Computation of steps of many tokens; set once the weights are loaded."""
+        self.limits = StepLimits(native.STEP_TOKENS)
+        """Numbers of tokens that decide where a step is computed; final once weights are loaded."""
+        self.route: StepRoute | None = None
+        """Route of the step that this rank computes; None between steps, and in dummy runs."""
+        self.gpu: Any = None
+        """GPU of `ManyTokens` for single linear layers; set once the weights are loaded."""
         self.sums: RankSums | None = None
         """Sums of a tensor-parallel group in native calls; set once weights are loaded."""
         self.weights: dict[int, HostWeight] = {}
@@ -111,6 +94,19 @@ class StreamingLinear:
         self.dtype = dtype
         levels = self.native.half_levels() if dtype == torch.float16 else self.native.levels()
         self.level = levels[-1]
+
+    def route_of(self, tokens: int, longest: int | None = None) -> StepRoute:
+        """The running step's route if a call is of that step, else the route of such a call.
+
+        Args:
+            tokens: of the call.
+            longest: most tokens of a request of the call; None if the caller does not know it.
+
+        """
+        route = self.route
+        if route is not None and route.tokens == tokens and longest in (None, route.longest):
+            return route
+        return StepRoute.of_rows(tokens, tokens if longest is None else longest, self.limits)
 
     def add(self, weight: HostWeight) -> None:
         """Know a weight."""
@@ -139,10 +135,10 @@ class StreamingLinear:
         """The same with a weight that need not be known."""
         outputs, inputs = weight.shape
         tokens = x.numel() // inputs
-        many = self.prompts
-        if many is not None and tokens >= many.from_tokens and many.gpu.suits(weight.data, tokens):
+        gpu = self.gpu
+        if gpu is not None and self.limits.is_for_gpu(tokens) and gpu.suits(weight.data, tokens):
             try:
-                y = many.gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
+                y = gpu.linear(x.reshape(tokens, inputs), weight.data, bias)
                 return y.view(*x.shape[:-1], outputs)
             except torch.OutOfMemoryError as error:
                 logger.warning(
@@ -151,7 +147,7 @@ class StreamingLinear:
                     "gpu.memory_utilization or --max-num-batched-tokens.",
                     str(error).splitlines()[0],
                 )
-                self.prompts = None
+                self.gpu, self.limits = None, replace(self.limits, has_products=False)
         return self.on_cores(x, weight, bias)
 
     def on_cores(

@@ -146,7 +146,7 @@ def key_of(layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns, p
         digest.update(repr([_described(linear.weight) for linear in linears]).encode())
         digest.update(repr((layer.attention.shape, layer.calls)).encode())
     digest.update(
-        repr((len(layers), kernel.level.name, kernel.step_tokens, columns.tokens)).encode()
+        repr((len(layers), kernel.level.name, kernel.limits.native_tokens, columns.tokens)).encode()
     )
     digest.update(repr((torch.get_num_threads(), torch.__version__, _triton())).encode())
     digest.update(_code().encode())

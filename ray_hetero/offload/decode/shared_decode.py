@@ -248,7 +248,7 @@ def shares_of(
         # They are given away whatever is gained.
         return Shares((Share(1, max(1, round(wanted * COLUMN_PARTS)), gain_s=math.inf),))
     measure = step_seconds(some, kernel, columns)
-    most = min(kernel.step_tokens, columns.tokens)
+    most = min(kernel.limits.native_tokens, columns.tokens)
     asked = [tokens for tokens in MEASURED_TOKENS if tokens <= most]
     kept = ShareCache(key_of(some, kernel, columns, place), agree)
     if (known := kept.known(asked)) is not None:
@@ -288,7 +288,7 @@ def step_seconds(layers: Sequence[Layer], kernel: StreamingLinear, columns: Colu
     """
     step = SharedDecode(layers, kernel, columns, Shares(()))
     shape = layers[0].attention.shape
-    most = min(kernel.step_tokens, columns.tokens)
+    most = min(kernel.limits.native_tokens, columns.tokens)
     cache = torch.zeros(most, shape.kv_heads, BLOCK, 2 * shape.size, dtype=torch.bfloat16)
 
     def seconds(tokens: int, parts: int) -> float:

@@ -262,10 +262,6 @@ class GroupLayers:
         """GPU that computes the layers; None where this rank is not the first."""
         return None if self._layers is None else self._layers.gpu
 
-    def suits(self, tokens: int) -> bool:
-        """Whether there is room for so many tokens; the same on all ranks."""
-        return tokens <= self.tokens
-
     def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
         """Let the first rank map the others' caches; the same on all ranks."""
         if not self._has_caches:

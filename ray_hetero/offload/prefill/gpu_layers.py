@@ -231,10 +231,6 @@ class GpuLayers:
         self.is_written = True
         """Whether all keys and values of the last step are in the cache."""
 
-    def suits(self, tokens: int) -> bool:
-        """Whether there is room for so many tokens."""
-        return tokens <= self._gpu.tokens
-
     def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
         """Make ready to copy from layers' caches; whether they can be had."""
         self._memory.uploads.lock(caches)

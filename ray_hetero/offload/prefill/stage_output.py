@@ -342,19 +342,6 @@ class StageOutput:
         self._returned = x.data_ptr(), total.data_ptr()
 
 
-_offered: list[StageOutput] = []
-
-
-def use(output: StageOutput) -> None:
-    """Set the output from which the boundary after this rank's stage sends."""
-    _offered[:] = [output]
-
-
-def offered() -> StageOutput | None:
-    """Output that `use` was called with; None if it was not."""
-    return _offered[0] if _offered else None
-
-
 class SeenOutput:
     """A stage's output in the rank that receives it.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ray_hetero.offload.prefill.embedded_rows import EmbeddedRows
+from ray_hetero.offload.prefill.embedded_prompts import EmbeddedRows
 from ray_hetero.offload.weights.resident_pieces import IdleMemory
 from ray_hetero.planning.prefill_memory import SHARED_TOKENS
 

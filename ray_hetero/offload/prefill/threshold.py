@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from ray_hetero.kernels.layers.layer_parts import Linear
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
 
@@ -42,27 +43,32 @@ MULTIPLE = 32
 
 
 def settle(
-    kernel: StreamingLinear, prompts: Prompts[OffloadGpu], layers: Sequence[Sequence[Linear]], *,
-    has_steps: bool = True,
+    kernel: StreamingLinear, gpu: OffloadGpu, layers: Sequence[Sequence[Linear]], *,
+    is_auto: bool = False, has_steps: bool = True,
 ) -> None:  # fmt: skip
     """Leave steps to whichever is faster, the GPU with its link or the cores.
 
     Args:
-        kernel: of this rank; its `step_tokens` is lowered where the link is faster.
-        prompts: computes steps of many tokens; where its link is slow, `from_tokens` is raised.
+        kernel: of this rank.  Where the link is faster, the `native_tokens` of its limits are
+            lowered; where it is slow, `gpu_from` is raised.
+        gpu: computes steps of many tokens.
         layers: the linear layers of each decoder layer.
+        is_auto: whether a slow link raises `gpu_from`.
         has_steps: whether the cores alone compute decode steps of these layers in one call.
 
     """
-    gpu, least = prompts.gpu, prompts.from_tokens
-    some = [one for one in first(layers) if gpu.suits(one.weight.data, kernel.step_tokens)]
-    if not some or not is_open(kernel, least, gpu.tokens) or not (has_steps or prompts.is_auto):
+    least, tokens = kernel.limits.gpu_from, kernel.limits.native_tokens
+    some = [one for one in first(layers) if gpu.suits(one.weight.data, tokens)]
+    if least is None or not (some and is_open(kernel, least, gpu.tokens)):
+        return
+    if not (has_steps or is_auto):
         return
     cores = on_cores(kernel, some)
     link = over_link(kernel, gpu, some)
-    if prompts.is_auto:
+    if is_auto:
         link = confirmed(kernel, gpu, some, cores, link)
-        prompts.from_tokens = raised(kernel, gpu, least, cores, link)
+        many = raised(kernel, gpu, least, cores, link)
+        kernel.limits = replace(kernel.limits, gpu_from=many)
     if has_steps:
         choose(kernel, least, cores, link)
 
@@ -76,7 +82,7 @@ def is_open(kernel: StreamingLinear, from_tokens: int, tokens: int) -> bool:
         tokens: of a step, up to which the GPU has room.
 
     """
-    return from_tokens <= kernel.step_tokens <= tokens
+    return from_tokens <= kernel.limits.native_tokens <= tokens
 
 
 def first(layers: Sequence[Sequence[Linear]]) -> list[Linear]:
@@ -88,7 +94,7 @@ def on_cores(kernel: StreamingLinear, linears: Sequence[Linear]) -> float:
     """Seconds that this rank's cores take for the largest step's products of linear layers."""
     return _seconds(
         lambda x, linear: kernel.on_cores(x, linear.weight, linear.bias),
-        kernel.step_tokens,
+        kernel.limits.native_tokens,
         linears,
     )
 
@@ -99,7 +105,7 @@ def over_link(
     """Seconds that a GPU takes for the same, with weights that it reads over its link."""
     return _seconds(
         lambda x, linear: gpu.linear(x, linear.weight.data, linear.bias),
-        kernel.step_tokens,
+        kernel.limits.native_tokens,
         linears,
         rounds,
     )
@@ -135,14 +141,14 @@ def raised(
     same time.  For fewer tokens than were measured, reading the weights takes the cores time too.
 
     Args:
-        kernel: of this rank, with the `step_tokens` that were measured.
+        kernel: of this rank, with the `native_tokens` that were measured.
         gpu: has room for its `tokens` of a step.
         from_tokens: of a step, from which the GPU computes it where its link is not slow.
         cores: as of `choose`.
         link: the same.
 
     """
-    tokens = kernel.step_tokens
+    tokens = kernel.limits.native_tokens
     if link <= SLOW * cores:
         return from_tokens
     least = math.ceil(tokens * link / cores / MULTIPLE) * MULTIPLE
@@ -163,7 +169,7 @@ def raised(
 
 
 def choose(kernel: StreamingLinear, from_tokens: int, cores: float, link: float) -> None:
-    """Set the kernel's `step_tokens` by what was measured, and say so.
+    """Set the `native_tokens` of the kernel's limits by what was measured, and say so.
 
     Args:
         kernel: of this rank.
@@ -172,13 +178,14 @@ def choose(kernel: StreamingLinear, from_tokens: int, cores: float, link: float)
         link: seconds of `over_link`; in a group for all ranks' parts of the same layers.
 
     """
-    tokens = kernel.step_tokens
+    tokens = kernel.limits.native_tokens
     if WHOLE_STEP * link < cores:
-        kernel.step_tokens = max(kernel.few_tokens, from_tokens - 1)
+        fewer = max(kernel.few_tokens, from_tokens - 1)
+        kernel.limits = replace(kernel.limits, native_tokens=fewer)
     logger.info(
         "decode steps of up to %d tokens are computed by the cores: products of %d tokens take "
         "%.1f ms on the cores, and %.1f ms on the GPU over its link",
-        kernel.step_tokens,
+        kernel.limits.native_tokens,
         tokens,
         1e3 * cores,
         1e3 * link,

@@ -22,6 +22,7 @@ from ray_hetero.distributed.messages import ALIGNMENT, HEADER_BYTES, Message, Pa
 from ray_hetero.distributed.neighbour import Neighbour, Neighbours
 from ray_hetero.distributed.stage_boundary import StageBoundary
 from ray_hetero.errors import AgreementError
+from ray_hetero.kernels.step_route import DECODING_TOKENS, StepLimits, StepRoute
 
 CPU = torch.device("cpu")
 NUMA_MAPS = Path("/proc/self/numa_maps")
@@ -54,6 +55,11 @@ def boundary_of(
     dist.destroy_process_group()
 
 
+def step_of(tokens: int, *, is_decoding: bool = False) -> StepRoute:
+    """The route of a step that only decodes, or of one that has a prompt."""
+    return StepRoute.of_rows(tokens, 1 if is_decoding else DECODING_TOKENS + 1, StepLimits())
+
+
 def boundary_links(boundary: StageBoundary) -> tuple[str, ...]:
     """How a stage exchanges, to the next one and from the previous one."""
     ends = [*boundary._senders, boundary._receiver]
@@ -68,7 +74,7 @@ def passes_all_steps_on(
         boundary.agree(TEMPLATE, CAPACITY)
         links, is_right = boundary_links(boundary), True
         for step, tokens in enumerate(STEPS):
-            boundary.begin_step(tokens)
+            boundary.begin_step(step_of(tokens))
             expected = tensors_of(step, tokens)
             if rank > 0:
                 received, handles, callbacks = boundary.irecv()
@@ -93,7 +99,7 @@ def tells_policy_of_messages(rank: int, ranks: int, store: Path, answers: Any) -
     nodes = (0,) if rank == 1 else ()
     with boundary_of(rank, ranks, store) as boundary:
         boundary.agree(TEMPLATE, CAPACITY, numa_nodes=nodes)
-        boundary.begin_step(1)
+        boundary.begin_step(step_of(1))
         if rank == 0:
             boundary.isend(tensors_of(0, 1))
         else:
@@ -147,7 +153,7 @@ def decodes_behind_words(rank: int, ranks: int, store: Path, answers: Any) -> No
     is_right, handles = True, []
     with second_stage_on_a_gpu(rank, store) as boundary:
         for step, tokens in enumerate(STEPS * 2):
-            boundary.begin_step(tokens, is_decoding=tokens == 1)
+            boundary.begin_step(step_of(tokens, is_decoding=tokens == 1))
             expected = tensors_of(step, tokens)
             if rank == 0:
                 boundary.isend(expected)
@@ -168,7 +174,7 @@ def is_ordered_ahead(rank: int, ranks: int, store: Path, answers: Any) -> None:
     words, found = Ordered(), []
     with second_stage_on_a_gpu(rank, store) as boundary:
         for step in range(6):
-            boundary.begin_step(1, is_decoding=True)
+            boundary.begin_step(step_of(1, is_decoding=True))
             if rank == 1:
                 boundary._words = words
                 _, _, (behind,) = boundary.irecv()
@@ -268,7 +274,7 @@ def refuses_more_tensors(rank: int, ranks: int, store: Path, answers: Any) -> No
     """The model of stage 0 sends what it has no template for."""
     with boundary_of(rank, ranks, store) as boundary:
         boundary.agree(TEMPLATE, CAPACITY)
-        boundary.begin_step(1)
+        boundary.begin_step(step_of(1))
         said = ""
         if rank == 0:
             with pytest.raises(RuntimeError) as refused:
@@ -289,7 +295,7 @@ def sends_no_residual(rank: int, ranks: int, store: Path, answers: Any) -> None:
         boundary.agree(TEMPLATE, CAPACITY)
         is_zero = True
         for step in range(2):
-            boundary.begin_step(1)
+            boundary.begin_step(step_of(1))
             if rank == 0:
                 sent: dict[str, Any] = {**tensors_of(step, 1)}
                 boundary.isend(sent if step == 0 else sent | {"residual": None})
@@ -353,7 +359,7 @@ def sends_to_a_larger_stage(
     boundary.agree(TEMPLATE, CAPACITY)
     is_right = True
     for step, tokens in enumerate(STEPS):
-        boundary.begin_step(tokens)
+        boundary.begin_step(step_of(tokens))
         expected = tensors_of(step, tokens)
         if rank == 0:
             boundary.isend(expected)
@@ -376,7 +382,7 @@ def test_a_rank_sends_to_every_rank_that_looks_to_it(links: list[Link], tmp_path
 def test_a_rank_without_receivers_sends_nothing() -> None:
     boundary = StageBoundary(Neighbours(stages=2), CPU)
     boundary.agree(TEMPLATE, CAPACITY)
-    boundary.begin_step(1)
+    boundary.begin_step(step_of(1))
     boundary.isend(tensors_of(0, 1))
     assert boundary.take().sent_bytes == 0
 
@@ -425,7 +431,7 @@ def ends_before_it_sends(rank: int, ranks: int, store: Path, answers: Any) -> No
     """Stage 0 is gone when stage 1 waits for it, over Gloo."""
     with boundary_of(rank, ranks, store, may_share=False) as boundary:
         boundary.agree(TEMPLATE, CAPACITY, timeout_s=7)
-        boundary.begin_step(1)
+        boundary.begin_step(step_of(1))
         if rank == 0:
             answers.put((rank, ""))
             answers.close()

@@ -167,9 +167,9 @@ def test_a_decode_step_adds_them(rank: int, level: str, monkeypatch: pytest.Monk
     def outputs(slots: list[int], native_step: bool) -> Any:
         choose(wrapper, slots)
         step.begin("vec")
-        call = layers._decode_step if native_step else layers._layer_by_layer
-        assert call is not None
-        return call(step.positions, hidden, residual)
+        if native_step:
+            return step.decoded(layers, hidden, residual)
+        return layers._layer_by_layer(step.positions, hidden, residual)
 
     plain = outputs([-1] * step.tokens, native_step=True)
     for slots in ([0, -1, 2, 2, 2, 2, 1], [-1, -1, -1, 0, -1, -1, -1], [1] * step.tokens):
@@ -194,8 +194,7 @@ def test_a_step_of_many_requests_adds_them(level: str, monkeypatch: pytest.Monke
     step.begin("vec")
     expected = layers._layer_by_layer(step.positions, hidden, residual)
     step.begin("vec")
-    assert layers._decode_step is not None
-    found = layers._decode_step(step.positions, hidden, residual)
+    found = step.decoded(layers, hidden, residual)
     assert found is not None
     assert all(
         distance(*both).max() < paged_steps.CLOSE for both in zip(found, expected, strict=True)

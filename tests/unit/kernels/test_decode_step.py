@@ -29,9 +29,11 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
 
 from ray_hetero.kernels.layers import attention as attention_module  # noqa: E402
-from ray_hetero.kernels.layers import decode_step, decoder_layers  # noqa: E402
+from ray_hetero.kernels.layers import decode_step, decoder_layers, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
+from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.step_route import Reason  # noqa: E402
 from ray_hetero.offload.decode import column_pieces  # noqa: E402
 from ray_hetero.offload.decode.mlp_columns import columns_of  # noqa: E402
 from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402
@@ -106,7 +108,7 @@ class Requests:
             attends(layer).impl = cpu_attn.CPUAttentionBackendImpl(
                 heads, HEAD, 0.2, kv_heads, **given
             )
-        for module in (attention_module, decoder_layers, decode_step):
+        for module in (attention_module, decoder_layers):
             monkeypatch.setattr(module, "get_attention_context", self.contexts.__getitem__)
         self.heads, self.kv_heads = heads, kv_heads
 
@@ -118,6 +120,12 @@ class Requests:
         given = linears(self.decoder)
         kernel = kernel_of(level)
         return DecoderLayers(known_layers(self.decoder, given, kernel), kernel)
+
+    def decoded(self, layers: DecoderLayers, hidden: Any, residual: Any) -> Any:
+        """What the native step of layers gives for the step that has begun."""
+        assert layers._decode_step is not None
+        contexts = [self.contexts[name] for name in layers._names]
+        return layers._decode_step(contexts, self.positions, hidden, residual)
 
     def cache(self, layer: int, isa: str) -> Any:
         """What the requests have written before."""
@@ -175,8 +183,7 @@ def expect_the_same(
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     ours = requests.begin(isa)
     kept = hidden.clone(), None if residual is None else residual.clone()
-    assert layers._decode_step is not None
-    found = layers._decode_step(requests.positions, hidden, residual)
+    found = requests.decoded(layers, hidden, residual)
     assert found is not None
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=CLOSE["rtol"], atol=atol)
@@ -271,9 +278,8 @@ def test_what_is_not_written_is_not_read_together(
 ) -> None:
     requests = Requests(monkeypatch, TOGETHER[:1], block=128, rows=[4])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
-    assert layers._decode_step is not None
     requests.begin(isa)
-    expected = layers._decode_step(requests.positions, hidden, residual)
+    expected = requests.decoded(layers, hidden, residual)
     kept = int(requests.slots[-1])
     requests.slots[-1] = -1
     for cache in requests.begin(isa):
@@ -290,7 +296,7 @@ def test_what_is_not_written_is_not_read_together(
             )
         unwritten[:, 0][by_key] = torch.nan
         unwritten[:, 1][by_value] = torch.nan
-    found = layers._decode_step(requests.positions, hidden, residual)
+    found = requests.decoded(layers, hidden, residual)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one[:3].float(), other[:3].float(), **CLOSE)
 
@@ -304,9 +310,8 @@ def expect_rows_apart(
         monkeypatch, TOGETHER, block=128, rows=rows, heads=heads[0], kv_heads=heads[1]
     )
     layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=True)
-    assert layers._decode_step is not None
     requests.begin(isa)
-    expected = layers._decode_step(requests.positions, hidden, residual)
+    expected = requests.decoded(layers, hidden, residual)
     assert expected is not None
     begins, request = requests.starts.tolist(), torch.arange(3).repeat_interleave(requests.rows)
     # In the first token of a part, in one behind it, and in the last one.
@@ -314,7 +319,7 @@ def expect_rows_apart(
         spoilt = hidden.clone()
         spoilt[bad] = left
         requests.begin(isa)
-        found = layers._decode_step(requests.positions, spoilt, residual)
+        found = requests.decoded(layers, spoilt, residual)
         assert found is not None
         at = torch.arange(requests.tokens)
         others = (request != request[bad]) | (at < bad)
@@ -353,11 +358,10 @@ def test_what_another_request_writes_is_read(
 def test_who_writes_a_key_does_not_matter(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(monkeypatch, [40, 200, 1500, 32])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=False)
-    assert layers._decode_step is not None
     found, written = [], []
     for _ in range(2):
         written.append(requests.begin(isa))
-        found.append(layers._decode_step(requests.positions, hidden, residual))
+        found.append(requests.decoded(layers, hidden, residual))
         # Now keys have to be written before anybody attends to them.
         with_a_block_of_another(requests)
     for apart, shared in zip(*found, strict=True):
@@ -397,8 +401,7 @@ def test_attentions_in_front_of_experts(
     requests.begin("vec")
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     requests.begin("vec")
-    assert layers._decode_step is not None
-    found = layers._decode_step(requests.positions, hidden, residual)
+    found = requests.decoded(layers, hidden, residual)
     assert found is not None
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **CLOSE)
@@ -479,8 +482,7 @@ def test_layers_with_blocks_of_their_own(parts: int, monkeypatch: pytest.MonkeyP
     begin()
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     begin()
-    assert layers._decode_step is not None
-    found = layers._decode_step(requests.positions, hidden, residual)
+    found = requests.decoded(layers, hidden, residual)
     assert found is not None
     if parts:
         assert layers.shared._columns.steps == 1
@@ -492,13 +494,12 @@ def expect_the_same_by_any_threads(
     requests: Requests, layers: DecoderLayers, hidden: Any, residual: Any, *, isa: str = "vec"
 ) -> Any:
     """Check that a step gives the same bits whatever the number of threads; what it gives."""
-    assert layers._decode_step is not None
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             requests.begin(isa)
-            found.append(layers._decode_step(requests.positions, hidden, residual))
+            found.append(requests.decoded(layers, hidden, residual))
     finally:
         torch.set_num_threads(before)
     for one in found[1:]:
@@ -524,7 +525,6 @@ def test_what_others_have_left_in_a_block_does_not_matter(
 ) -> None:
     requests = Requests(monkeypatch, lengths)
     layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=True)
-    assert layers._decode_step is not None
     found = []
     for left in (0.0, float("nan"), float("inf")):
         # All but what the requests have written before.
@@ -534,7 +534,7 @@ def test_what_others_have_left_in_a_block_does_not_matter(
             slots[blocks.long()[at // 32] * 32 + at % 32] = False
         requests.keys[:, slots], requests.values[:, slots] = left, left
         requests.begin(isa)
-        found.append(layers._decode_step(requests.positions, hidden, residual))
+        found.append(requests.decoded(layers, hidden, residual))
         assert found[-1] is not None
         assert all(bool(one.isfinite().all()) for one in found[-1])
     for other in found[1:]:
@@ -576,9 +576,8 @@ def test_a_position_that_no_angle_is_known_for_is_refused(monkeypatch: pytest.Mo
     requests = Requests(monkeypatch, [40])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     requests.begin("vec")
-    assert layers._decode_step is not None
     with pytest.raises(ValueError, match=f"below {POSITIONS}, got {POSITIONS} for request 0"):
-        layers._decode_step(torch.tensor([POSITIONS]), hidden, residual)
+        layers(torch.tensor([POSITIONS]), hidden, residual)
 
 
 def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,8 +585,7 @@ def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch)
     requests.slots[1] = -1
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     caches, before = requests.begin("vec"), [requests.cache(i, "vec") for i in range(LAYERS)]
-    assert layers._decode_step is not None
-    assert layers._decode_step(requests.positions, hidden, residual) is not None
+    assert requests.decoded(layers, hidden, residual) is not None
     for cache, untouched in zip(caches, before, strict=True):
         changed = (unpacked(cache, "vec") != unpacked(untouched, "vec")).any(-1).any(2)
         block, token = divmod(int(requests.slots[0]), 32)
@@ -595,32 +593,41 @@ def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "instead"),
     [
-        {"max_query_len": 17}, {"num_actual_tokens": 1}, {"dynamic_causal": torch.ones(2)},
-        {"seq_lens": torch.tensor([40, 41])}, {"causal": False},
+        ({"max_query_len": 17}, None),
+        ({"num_actual_tokens": 1}, Reason.UNKNOWN_ATTENTION),
+        ({"dynamic_causal": torch.ones(2)}, Reason.UNKNOWN_ATTENTION),
+        ({"seq_lens": torch.tensor([40, 41])}, Reason.UNKNOWN_ATTENTION),
+        ({"causal": False}, Reason.UNKNOWN_ATTENTION),
     ],
-    ids=lambda change: next(iter(change)),
-)  # fmt: skip
+    ids=lambda change: next(iter(change or {"": ""})) if isinstance(change, dict) else "",
+)
 def test_another_step_is_computed_layer_by_layer(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], instead: Reason | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = Requests(monkeypatch, [40, 41])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     requests.begin("vec", **change)
-    assert layers._decode_step is not None
-    assert layers._decode_step(requests.positions, hidden, residual) is None
+    monkeypatch.setattr(layers, "_layer_by_layer", lambda *given: given)
+    layer_tokens.take()
+    layers(requests.positions, hidden, residual)
+    counted = LayerTokens(by_operators=2 * LAYERS, instead=instead)
+    assert layer_tokens.take() == counted
 
 
 def test_a_dummy_run_and_more_tokens_than_a_step_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(monkeypatch, [40] * (native.STEP_TOKENS + 1))
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     requests.begin("vec")
-    assert layers._decode_step is not None
-    assert layers._decode_step(requests.positions, hidden, residual) is None
+    monkeypatch.setattr(layers, "_layer_by_layer", lambda *given: given)
+    layer_tokens.take()
+    layers(requests.positions, hidden, residual)
+    assert layer_tokens.take() == LayerTokens(by_operators=(native.STEP_TOKENS + 1) * LAYERS)
     for name, (_, attention, cache, _) in requests.contexts.items():
         requests.contexts[name] = None, attention, cache, None
-    assert layers._decode_step(requests.positions[:1], hidden[:1], residual) is None
+    layers(requests.positions[:1], hidden[:1], residual)
+    assert layer_tokens.take().by_operators == LAYERS
 
 
 @pytest.mark.parametrize(
@@ -670,4 +677,4 @@ def test_strides_in_which_things_overlap_are_refused(monkeypatch: pytest.MonkeyP
             ))  # fmt: skip
             requests.begin("vec")
             with pytest.raises(ValueError, match=f"strides of a cache of at least {of_head}"):
-                layers._decode_step(requests.positions, hidden, residual)  # type: ignore[misc]
+                requests.decoded(layers, hidden, residual)  # type: ignore[misc]

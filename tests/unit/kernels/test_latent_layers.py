@@ -49,7 +49,7 @@ from ray_hetero.compat.models import latent_attention  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
-from ray_hetero.kernels.layers import latent_fusion, latent_layers, latent_weights, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers import latent_fusion, latent_layers, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.latent_layers import LatentLayer, LatentShape  # noqa: E402
 from ray_hetero.kernels.linear.quantised_linear import BlockFloats, StreamedBlockFloats  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
@@ -469,7 +469,7 @@ def test_weights_of_heads_are_those_of_the_checkpoint_bit_by_bit(
     )  # fmt: skip
     plain = exact(blocks).bfloat16().view(shape.heads, -1, shape.latent)
     assert torch.equal(plain.view(rows, -1), Fp8Weight.expanded(blocks.codes))
-    keys, values = latent_weights.head_codes(blocks, shape)
+    keys, values = latent_fusion.head_codes(blocks, shape)
     expected = plain[:, : shape.plain].transpose(1, 2).reshape(-1, shape.plain)
     for codes, weight in ((keys, expected), (values, plain[:, shape.plain :].reshape(
         -1, shape.latent
@@ -483,7 +483,7 @@ def test_weights_of_heads_are_those_of_the_checkpoint_bit_by_bit(
 def test_scales_of_large_blocks_are_shared_by_outputs() -> None:
     shape = SHAPES["as published"]
     blocks = in_blocks(torch.randn(4 * 256, 512), 128, 128)
-    keys, values = latent_weights.head_codes(blocks, shape)
+    keys, values = latent_fusion.head_codes(blocks, shape)
     assert keys.layout.is_uniform
     assert values.layout.is_uniform
     assert (keys.group, keys.groups, values.group) == (128, 1, 128)

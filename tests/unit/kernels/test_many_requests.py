@@ -64,8 +64,7 @@ def expect_the_same(requests: Requests, *, isa: str = "vec", level: str = BEST) 
     theirs = requests.begin("vec")
     expected = layers._layer_by_layer(requests.positions, hidden, residual)
     ours = requests.begin(isa)
-    assert layers._decode_step is not None
-    expect_close(layers._decode_step(requests.positions, hidden, residual), expected, CLOSE)
+    expect_close(requests.decoded(layers, hidden, residual), expected, CLOSE)
     for mine, vllms in zip(ours, theirs, strict=True):
         torch.testing.assert_close(
             unpacked(mine, isa).float(), unpacked(vllms, "vec").float(), rtol=2**-5, atol=2**-3
@@ -152,8 +151,7 @@ def test_weights_of_all_kinds_are_expanded_once(
     hidden, residual = requests.inputs(is_first=False)
     expected = in_steps_of_few(requests, layers, hidden, residual)
     requests.begin("vec")
-    assert layers._decode_step is not None
-    found = layers._decode_step(requests.positions, hidden, residual)
+    found = requests.decoded(layers, hidden, residual)
     # Of few tokens codes are multiplied, of more weights that are rounded.
     expect_close(found, expected, CLOSE if kind == "int4" else CLOSER)
 
@@ -178,7 +176,6 @@ def test_what_others_have_left_in_a_block_does_not_matter(
     lengths = lengths_of(40)
     requests = Requests(monkeypatch, lengths)
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
-    assert layers._decode_step is not None
     slots = torch.ones(requests.blocks.numel() * 32, dtype=torch.bool)
     for blocks, length in zip(requests.blocks, lengths, strict=True):
         at = torch.arange(length - 1)
@@ -187,7 +184,7 @@ def test_what_others_have_left_in_a_block_does_not_matter(
     for left in (0.0, float("nan")):
         requests.keys[:, slots], requests.values[:, slots] = left, left
         requests.begin(isa)
-        found.append(layers._decode_step(requests.positions, hidden, residual))
+        found.append(requests.decoded(layers, hidden, residual))
         assert found[-1] is not None
     assert all(bool(one.isfinite().all()) for one in found[1])
     assert all(map(torch.equal, *found))

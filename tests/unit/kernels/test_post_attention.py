@@ -26,7 +26,8 @@ from ray_hetero.kernels.layers.layer_parts import (  # noqa: E402
     QkvInput,
 )
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock  # noqa: E402
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits  # noqa: E402
 from ray_hetero.offload.prefill import layer_ops, offload_gpu  # noqa: E402
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 from ray_hetero.planning import prefill_memory  # noqa: E402
@@ -264,7 +265,7 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
         gpu.add(one.weight)
     gpu.take()
     computing = kernel()
-    computing.prompts = Prompts(gpu, 16)
+    computing.gpu, computing.limits = gpu, StepLimits(128, 16, gpu.tokens)
     fused = PostAttentionBlock(layer.parts, computing)
     sizes: list[int] = []
     post_attention = OffloadGpu.post_attention

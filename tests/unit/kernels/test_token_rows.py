@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
 
-from ray_hetero.kernels.linear.token_rows import MOST_ROWS, is_few_rows, token_rows  # noqa: E402
+from ray_hetero.kernels.layers.decode_step import is_described, token_rows  # noqa: E402
 
 BLOCK = 32
 
@@ -29,7 +29,7 @@ def described(counts: list[int], lengths: list[int], **changes: Any) -> Any:
 
 def test_one_token_a_request_is_what_vllm_says() -> None:
     step = described([1, 1], [5, 70])
-    assert is_few_rows(step, step.slot_mapping, 2)
+    assert is_described(step, step.slot_mapping, 2)
     lengths, blocks = token_rows(step, 2, BLOCK)
     assert lengths is step.seq_lens
     assert blocks is step.block_table
@@ -37,7 +37,7 @@ def test_one_token_a_request_is_what_vllm_says() -> None:
 
 def test_a_token_attends_to_itself_and_to_those_before_it() -> None:
     step = described([3, 1, 4], [33, 7, 66])
-    assert is_few_rows(step, step.slot_mapping, 8)
+    assert is_described(step, step.slot_mapping, 8)
     lengths, blocks = token_rows(step, 8, BLOCK)
     assert lengths.tolist() == [31, 32, 33, 7, 63, 64, 65, 66]
     assert lengths.dtype == blocks.dtype == torch.int32
@@ -49,14 +49,14 @@ def test_a_token_attends_to_itself_and_to_those_before_it() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_query_len": MOST_ROWS + 1}, {"num_actual_tokens": 3}, {"causal": False},
+        {"num_actual_tokens": 3}, {"causal": False},
         {"dynamic_causal": torch.ones(2)}, {"seq_lens": torch.tensor([33, 7])},
     ],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
-def test_another_step_is_none_of_few_rows(changes: dict[str, Any]) -> None:
+def test_another_description_is_not_known(changes: dict[str, Any]) -> None:
     step = described([3, 1], [33, 7])
-    assert is_few_rows(step, step.slot_mapping, 4)
+    assert is_described(step, step.slot_mapping, 4)
     other = described([3, 1], [33, 7], **changes)
-    assert not is_few_rows(other, other.slot_mapping, 4)
-    assert not is_few_rows(step, step.slot_mapping[:3], 4)
+    assert not is_described(other, other.slot_mapping, 4)
+    assert not is_described(step, step.slot_mapping[:3], 4)

@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
-from ray_hetero.observability.metrics import FIGURES, LABELS, PREFIX
+from ray_hetero.observability.metrics import FIGURES, LABELS, PREFIX, REASON
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -33,7 +33,7 @@ CASES = ALERTS.with_name("alerts.test.yml")
 OF_PROMETHEUS = {"up"}
 OF_ALERTS = {"ALERTS"}
 """What Prometheus makes of alerts."""
-KNOWN_LABELS = {*LABELS, "job", "instance", "le", "alertname", "alertstate"}
+KNOWN_LABELS = {*LABELS, REASON, "job", "instance", "le", "alertname", "alertstate"}
 """Those of this package's metrics, of what is scraped, of histograms and of alerts."""
 
 
@@ -152,7 +152,7 @@ def test_every_label_exists(panels: list[dict[str, Any]]) -> None:
         for target in panel["targets"]
         for label in re.findall(r"{{(\w+)}}", target["legendFormat"])
     }
-    assert {"rank", "kind", "node"} <= named <= set(LABELS)
+    assert {"rank", "kind", "node"} <= named <= {*LABELS, REASON}
 
 
 def test_panels_do_not_overlap(panels: list[dict[str, Any]]) -> None:
@@ -183,10 +183,11 @@ def test_a_server_under_load_gives_every_panel_of_its_ranks_lines(
             for line in found for value in line["values"]
         )
     }  # fmt: skip
-    # It had no expert ranks.
+    # It had no expert ranks, and its release did not count steps by reason.
     assert empty == {
         "Experts of expert ranks", "Who computes the experts of expert ranks",
         "Experts that slots would hold", "Experts that would be copied into slots",
+        "Steps of CPU ranks by reason",
     }  # fmt: skip
 
 

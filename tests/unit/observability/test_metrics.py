@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from ray_hetero.kernels.step_route import Reason
 from ray_hetero.observability.engine_info import RankInfo
 from ray_hetero.observability.metrics import (
     FIGURES,
@@ -57,7 +58,7 @@ def test_a_scrape_shows_every_figure_of_every_rank() -> None:
     assert scraped(collector) == []
     writer.write([(info(0), TOTALS), (info(1, "gpu"), StepTotals(steps=1))])
     lines = list(map(sorted_labels, scraped(collector)))
-    assert len(lines) == 2 * len(FIGURES)
+    assert len(lines) == 2 * len(FIGURES) - len(Reason)  # a GPU rank has none of these
     assert sample("busy_seconds", "one", 0, 1.5) in lines
     assert sample("sent_bytes", "one", 0, 1024.0) in lines
     assert sample("steps", "one", 1, 1.0, "gpu") in lines
@@ -80,6 +81,19 @@ def test_engines_of_one_process_share_a_family() -> None:
     lines = list(map(sorted_labels, scraped(collector)))
     assert sample("tokens", "one", 0, 56.0) in lines
     assert sample("tokens", "two", 0, 56.0) in lines
+
+
+def test_steps_of_cpu_ranks_are_shown_by_reason() -> None:
+    collector, totals = RankCollector(), StepTotals(steps=3)
+    for reason in (Reason.DECODING, Reason.PROMPTS, Reason.DECODING):
+        totals.count_route(reason)
+    assert totals.by_reason == {Reason.DECODING: 2, Reason.PROMPTS: 1}
+    writer = FiguresWriter(collector.add_engine(), "one")
+    writer.write([(info(0), totals), (info(1, "gpu"), StepTotals(steps=3))])
+    shown = [line for line in scraped(collector) if "routed_steps_total" in line]
+    assert len(shown) == len(Reason)
+    assert all('rank="0"' in line for line in shown)
+    assert [line.split()[-1] for line in shown if 'reason="decoding"' in line] == ["2.0"]
 
 
 def test_another_process_can_write() -> None:

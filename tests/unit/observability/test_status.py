@@ -13,6 +13,7 @@ from worlds import node
 
 from placement.cluster.assignment import assign
 from placement.cluster.layout import Layout
+from ray_hetero.kernels.step_route import Reason
 from ray_hetero.names import actor_name, board_name, is_board
 from ray_hetero.observability import status_board
 from ray_hetero.observability.engine_info import EngineInfo, info_of
@@ -101,6 +102,23 @@ def test_health(info: EngineInfo, clock: Any) -> None:
     engine = EngineStatus(board.read(), ADDRESS)
     assert [rank.health for rank in engine.ranks] == ["silent for 60 s", "in one step for 95 s"]
     assert not engine.is_healthy
+
+
+def test_steps_of_a_cpu_rank_are_shown_by_reason(info: EngineInfo) -> None:
+    board, totals = StatusBoard(info), StepTotals(steps=3)
+    for reason in (Reason.PROMPTS, Reason.DECODING, Reason.DECODING):
+        totals.count_route(reason)
+    board.report(RankReport(0, 4711, 1 << 30, 0, totals, 0.0))
+    engine = EngineStatus(board.read(), ADDRESS)
+    found, other = engine.to_dict()["ranks"]
+    assert found["steps_by_reason"] == {"decoding": 2, "prompts": 1}
+    assert "steps_by_reason" not in other
+    console = Console(width=180, force_terminal=False)
+    with console.capture() as shown:
+        console.print(engine.table())
+    assert "steps by reason" in shown.get()
+    assert "2 decoding" in shown.get()
+    assert "1 prompts" in shown.get()
 
 
 def test_ranks_that_start_again_begin_anew(info: EngineInfo) -> None:

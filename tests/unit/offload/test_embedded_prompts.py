@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,14 +26,13 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.layers.fusible_layers import find  # noqa: E402
 from ray_hetero.offload import layer_fusion  # noqa: E402
-from ray_hetero.offload.prefill import embedded_rows, offload_gpu, step_memory  # noqa: E402
-from ray_hetero.offload.prefill.embedded_prompts import look_up_for  # noqa: E402
-from ray_hetero.offload.prefill.embedded_rows import EmbeddedRows  # noqa: E402
+from ray_hetero.offload.prefill import embedded_prompts, offload_gpu, step_memory  # noqa: E402
+from ray_hetero.offload.prefill.embedded_prompts import EmbeddedRows, look_up_for  # noqa: E402
 from ray_hetero.offload.prefill.step_memory import StepMemory  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
-LEAST = 8
+LEAST = 24
 CPU, STREAM = torch.device("cpu"), torch.cpu.Stream()
 
 
@@ -88,7 +88,7 @@ def test_steps_give_what_copied_embeddings_give(
     monkeypatch: pytest.MonkeyPatch, copied: list[int], sent_before: list[int]
 ) -> None:
     steps, layer = Steps(monkeypatch, layers=3, columns=8, most=512), embedding()
-    assert look_up_for(steps.kernel.prompts, model_of(layer))
+    assert look_up_for(steps.kernel, steps.kernel.gpu, model_of(layer))
     one, other = steps.request(320), steps.request(40)
     tokens = {
         request: torch.randint(VOCABULARY, (len(request.inputs),)) for request in (one, other)
@@ -122,7 +122,7 @@ def test_models_that_scale_their_embedding(
     is_in_place: bool, monkeypatch: pytest.MonkeyPatch, sent_before: list[int]
 ) -> None:
     steps, layer = Steps(monkeypatch, family="granite", most=512), embedding()
-    assert look_up_for(steps.kernel.prompts, model_of(layer))
+    assert look_up_for(steps.kernel, steps.kernel.gpu, model_of(layer))
     request = steps.request(100)
     tokens = torch.randint(VOCABULARY, (100,))
     request.inputs.copy_(layer.weight[tokens] * 8)
@@ -145,8 +145,9 @@ def test_models_that_scale_their_embedding(
 
 
 def test_a_prompt_takes_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, layer = Steps(monkeypatch, most=64), embedding()
-    assert look_up_for(steps.kernel.prompts, model_of(layer, embedding(kind=ParallelLMHead)))
+    steps, layer = Steps(monkeypatch, most=64, least=LEAST), embedding()
+    model = model_of(layer, embedding(kind=ParallelLMHead))
+    assert look_up_for(steps.kernel, steps.kernel.gpu, model)
     places = set()
     for count in (LEAST, 33, 64):
         tokens = torch.randint(VOCABULARY, (count,), dtype=torch.int32)
@@ -161,7 +162,7 @@ def test_a_prompt_takes_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.data_ptr() not in places
     square = torch.randint(VOCABULARY, (4, 8))
     assert torch.equal(layer(square), layer.weight[square])
-    steps.kernel.prompts.from_tokens = 34  # as a slow link raises them
+    steps.kernel.limits = replace(steps.kernel.limits, gpu_from=34)  # as a slow link raises them
     for count, is_there in ((33, False), (34, True)):
         assert (layer(torch.arange(count)).data_ptr() in places) is is_there
 
@@ -178,7 +179,7 @@ def test_other_embeddings_stay_as_they_are(problem: str, monkeypatch: pytest.Mon
     if problem == "quantised":
         layer.quant_method = Quantised()
     # That of a float32 model is looked at in each step.
-    is_there = look_up_for(steps.kernel.prompts, model) is not None
+    is_there = look_up_for(steps.kernel, steps.kernel.gpu, model) is not None
     assert is_there is (problem == "float32")
     layer.tp_size = 1
     tokens = torch.arange(20)
@@ -192,9 +193,9 @@ def test_ranks_of_a_group_look_up_in_memory_that_stays(
 ) -> None:
     steps, layer = GroupSteps(monkeypatch, count=2, most=512), embedding()
     layers = [copy.copy(layer) for _ in steps.ranks]
-    for own, (group, *_) in zip(layers, steps.join(), strict=True):
+    for rank, own, (group, *_) in zip(steps.ranks, layers, steps.join(), strict=True):
         own.quant_method = UnquantizedEmbeddingMethod()
-        assert look_up_for(group, model_of(own))
+        assert look_up_for(rank.kernel, group.gpu, model_of(own))
     one, other = steps.request(320), steps.request(40)
     tokens = {
         request: torch.randint(VOCABULARY, (len(request.inputs),)) for request in (one, other)
@@ -246,7 +247,7 @@ def test_it_is_where_a_gpu_computes_all_layers(
         monkeypatch.setattr(layer_fusion, "_memory", lambda *given: None)
     kernel = steps.kernel
     layer_fusion.fuse(torch.nn.Sequential(steps.decoder), steps.linears, kernel)
-    expected = [(kernel.prompts, steps.decoder)]
+    expected = [(kernel, kernel.gpu, steps.decoder)]
     assert asked == expected * has_memory
 
 
@@ -259,14 +260,15 @@ def test_it_is_so_on_all_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> No
         found = find(torch.nn.Sequential(rank.decoder), rank.linears, rank.kernel)
         layer_fusion.install(found, rank.kernel, group)
     assert asked == [
-        (group, rank.decoder) for rank, (group,) in zip(steps.ranks, groups, strict=True)
+        (rank.kernel, group.gpu, rank.decoder)
+        for rank, (group,) in zip(steps.ranks, groups, strict=True)
     ]
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> StepMemory:
     """Memory of steps, with embeddings that are sent in several spans."""
-    monkeypatch.setattr(embedded_rows, "SPAN", 16)
+    monkeypatch.setattr(embedded_prompts, "SPAN", 16)
     return StepMemory(CPU, 64, inputs=HIDDEN, outputs=HIDDEN, hidden=HIDDEN)
 
 

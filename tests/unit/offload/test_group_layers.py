@@ -366,7 +366,7 @@ def test_ranks_agree_on_the_largest_step_of_their_cores(
         monkeypatch.setattr(threshold, "on_cores", lambda kernel, layers: of_kernels[id(kernel)])
         monkeypatch.setattr(threshold, "over_link", lambda kernel, gpu, layers: link)
     steps.join()
-    limits = {kernel.step_tokens for kernel in kernels}
+    limits = {kernel.limits.native_tokens for kernel in kernels}
     by_gpu, by_cores = {steps.least - 1}, {native.STEP_TOKENS}
     assert limits in {"gpu": [by_gpu], "cores": [by_cores], "either": [by_gpu, by_cores]}[expected]
 
@@ -392,7 +392,7 @@ def test_prompts_of_a_group_stay_on_the_cores_up_to_one_number(
         found = steps.join()
     (least,) = {group.from_tokens for groups in found for group in groups}
     assert 320 - threshold.MULTIPLE < least < 1024
-    assert {rank.kernel.step_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
+    assert {rank.kernel.limits.native_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
     assert caplog.text.count(f"prompts of fewer than {least} tokens stay on the cores") == 1
     assert caplog.text.count("the GPU's link is slow") == 1
     # Ranks are processes; of one, all threads would have the same memory for attentions.
@@ -509,7 +509,7 @@ def test_ranks_measure_columns_together(monkeypatch: pytest.MonkeyPatch) -> None
     assert {group[0].shares for group in found} == {
         Shares((Share(1, columns=12), Share(6, columns=12)))
     }
-    assert {rank.kernel.step_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
+    assert {rank.kernel.limits.native_tokens for rank in steps.ranks} == {native.STEP_TOKENS}
     request = steps.request(6)
     steps.check((request, 0, 4))
     steps.check((request, 4, 5))

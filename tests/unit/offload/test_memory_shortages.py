@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from native_module import needs_native  # noqa: E402
 from scheduled_steps import LARGE, Engine, GroupEngine  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.offload import prefetch  # noqa: E402
 from ray_hetero.offload.prefill import gpu_layers  # noqa: E402
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 
@@ -25,10 +23,8 @@ SHORT = 29
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    prefetch.use([])
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,10 @@ from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.linear import streaming_linear  # noqa: E402
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
-from ray_hetero.offload import prefetch  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits  # noqa: E402
 from ray_hetero.offload.linear_layers import LinearLayers  # noqa: E402
-from ray_hetero.offload.prefill import offload_gpu, submission  # noqa: E402
+from ray_hetero.offload.prefill import offload_gpu, submission, threshold  # noqa: E402
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu  # noqa: E402
 from ray_hetero.offload.weights import piece_reader  # noqa: E402
 from ray_hetero.offload.weights.piece_reader import PieceReader  # noqa: E402
@@ -300,7 +301,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
     layer.bias = None
     yield layer
     if kernel := streaming_linear.at_hand():
-        kernel.prompts = None
+        kernel.gpu, kernel.limits = None, StepLimits(native.STEP_TOKENS)
 
 
 def noted_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -352,8 +353,8 @@ def test_layers_that_are_no_operator_stay_on_the_cores_where_the_link_is_slow(
         slow_cores(patch, kernel, 0.1)
         slow_link(patch, list(layers._linears.values()), 0.25)
         layers.loaded(torch.nn.Module())
-    assert kernel.prompts is not None
-    least = kernel.prompts.from_tokens
+    least = kernel.limits.gpu_from
+    assert least is not None
     assert 320 - 32 < least < 1024
     # Where another handler hears vLLM's loggers too, each record is there twice.
     said = {id(one): one.getMessage() for one in caplog.records}.values()
@@ -365,6 +366,25 @@ def test_layers_that_are_no_operator_stay_on_the_cores_where_the_link_is_slow(
         found = layer.cpu_linear(x, layer.weight, None)
         torch.testing.assert_close(found.float(), x.float() @ plain.T, rtol=2**-7, atol=2**-7)
     assert tokens_of_gpu == [least]
+
+
+def test_ranks_that_add_up_products_do_not_lower_their_limits_alone(
+    layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        threshold, "settle", lambda *given, has_steps, **more: asked.append(has_steps)
+    )
+    layers = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
+    assert layers.kernel is not None
+    layers.kernel.gpu = object()
+    one = SimpleNamespace(input=SimpleNamespace(qkv=None), parts=SimpleNamespace(linears=()))
+    found: Any = SimpleNamespace(runs=[SimpleNamespace(layers=[one])])
+    sums: Any = object()
+    for layers.kernel.sums in (None, sums):
+        layers._settle(layers.kernel, found, is_shared=False)
+    layers.kernel.sums = None
+    assert asked == [True, False]
 
 
 def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
@@ -391,8 +411,6 @@ def test_memory_that_is_not_there_is_a_warning_unless_it_was_asked_for(
 def test_a_gpu_is_not_taken_for_small_weights(
     layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    offered: list[object] = []
-    monkeypatch.setattr(prefetch, "use", lambda prompts, *given: offered.extend([*prompts, *given]))
     monkeypatch.setattr(offload_gpu, "LEAST_BYTES", layer.weight.nbytes + 1)
     layers = LinearLayers(CpuConfig(linear_kernel="streaming"), CPU, 64)
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
@@ -401,10 +419,10 @@ def test_a_gpu_is_not_taken_for_small_weights(
         layers.loaded(torch.nn.Module())
     kernel = streaming_linear.at_hand()
     assert kernel is not None
-    assert kernel.prompts is None
+    assert kernel.gpu is None
+    assert kernel.limits.gpu_from is None
     assert "prompts stay on the cores: all weights of this rank are small" in caplog.text
     assert "computed by the GPU" not in caplog.text
-    assert offered == [None]
 
 
 def test_weights_that_come_anew_are_refused(
@@ -437,7 +455,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_products_to_the_cores(
     plain = weights()
     gpu, packed = prompt_gpu(plain)
     kernel = StreamingLinear(native)
-    kernel.prompts = Prompts(gpu, 8)
+    kernel.gpu, kernel.limits = gpu, StepLimits(128, 8, gpu.tokens, has_products=True)
     x = torch.randn(32, SHAPES[0][1]).bfloat16()
     expected = kernel(x, packed[0], None)
 
@@ -449,5 +467,5 @@ def test_a_gpu_that_runs_out_of_memory_leaves_products_to_the_cores(
         for _ in range(2):
             found = kernel(x, packed[0], None)
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-8, atol=2**-8)
-    assert kernel.prompts is None
+    assert (kernel.gpu, kernel.limits.has_products) == (None, False)
     assert caplog.text.count("from now on the cores compute them") == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +17,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput  # noqa: E402
 
-from ray_hetero.kernels.linear.streaming_linear import Prompts  # noqa: E402
-from ray_hetero.offload import prefetch  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits, StepRoute  # noqa: E402
 from ray_hetero.offload.prefetch import Prefetcher  # noqa: E402
 from ray_hetero.offload.weights import piece_reader  # noqa: E402
 from ray_hetero.offload.weights.weight_pieces import Piece  # noqa: E402
@@ -37,11 +36,9 @@ CACHED = 100
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
     monkeypatch.setattr(piece_reader, "slots_within", lambda *sizes: SLOTS)
-    yield
-    prefetch.use([])
 
 
 def step(
@@ -74,13 +71,10 @@ class Gpu:
         return nullcontext()
 
 
-class Holder:
-    """What computes prompts of a rank."""
-
-    from_tokens = FROM_TOKENS
-
-    def __init__(self, gpu: Any) -> None:
-        self.gpu = gpu
+def begin_ahead(ahead: Prefetcher, one: SchedulerOutput) -> None:
+    """Begin a step of a rank with a GPU."""
+    limits = StepLimits(128, FROM_TOKENS, 8192, has_products=True)
+    ahead.begin_step(one, StepRoute.of(one.num_scheduled_tokens.values(), limits))
 
 
 class Layers:
@@ -99,8 +93,8 @@ class Layers:
 
 
 def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> None:
-    gpu, ahead = Gpu(), Prefetcher()
-    prefetch.use([Holder(gpu), Holder(None)])
+    gpu: Any = Gpu()
+    ahead, without = Prefetcher(gpu), Prefetcher(None)
     steps = [
         (step({"a": FROM_TOKENS}, new="a"), 1),
         (step({"a": 1}), 0),
@@ -116,14 +110,15 @@ def test_a_step_of_prompts_and_an_engine_without_requests_ask_for_weights() -> N
     ]
     for number, (one, expected) in enumerate(steps):
         before = gpu.asked
-        ahead.begin_step(one)
+        begin_ahead(ahead, one)
+        begin_ahead(without, one)
         assert gpu.asked - before == expected, number
 
 
 def test_weights_come_for_a_step_that_only_decodes() -> None:
-    gpu, ahead = Gpu(), Prefetcher()
+    gpu: Any = Gpu()
     fetched: list[int] = []
-    prefetch.use([Holder(gpu)], first=Layers(fetched))
+    ahead = Prefetcher(gpu, Layers(fetched))
     steps: list[tuple[SchedulerOutput, list[int]]] = [
         (step({"a": FROM_TOKENS, "b": 5}, new="ab"), []),
         (step({"a": 1, "b": 1}), [2]),
@@ -136,7 +131,7 @@ def test_weights_come_for_a_step_that_only_decodes() -> None:
     ]
     for number, (one, expected) in enumerate(steps, 1):
         fetched.clear()
-        ahead.begin_step(one)
+        begin_ahead(ahead, one)
         assert fetched == expected, number
 
 
@@ -144,12 +139,11 @@ def test_the_next_prompt_finds_its_first_pieces(monkeypatch: pytest.MonkeyPatch)
     copies = CopiedPieces(monkeypatch, 1000, most=512, columns=12)
     gpu = copies.steps.made.gpu
     assert gpu is not None
-    prefetch.use([Prompts(gpu, FROM_TOKENS)])
-    ahead = Prefetcher()
+    ahead = Prefetcher(gpu)
 
     def asked_for() -> list[Piece]:
         del copies.copied[:]
-        ahead.begin_step(step({}))
+        begin_ahead(ahead, step({}))
         return list(copies.copied)
 
     for tokens in (PROMPT, PROMPT, 1, 1, 1):

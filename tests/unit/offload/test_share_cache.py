@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from placement.host.bandwidth_cache import KEPT_SECONDS, MEASURE_AGAIN, cached_bandwidth  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits  # noqa: E402
 from ray_hetero.offload.decode import share_cache  # noqa: E402
 from ray_hetero.offload.decode.share_cache import PREFIX, ShareCache, key_of  # noqa: E402
 from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402
@@ -159,7 +160,7 @@ def layer(shape: tuple[int, int] = (64, 32), name: str = "compact", **facts: Any
 
 
 def test_the_key_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel: Any = SimpleNamespace(level=SimpleNamespace(name="amx"), step_tokens=128)
+    kernel: Any = SimpleNamespace(level=SimpleNamespace(name="amx"), limits=StepLimits(128))
     columns: Any = SimpleNamespace(about="GPU H100 driver 1", tokens=128)
 
     def key(layers: Any = None, kernel: Any = kernel, columns: Any = columns,
@@ -175,8 +176,8 @@ def test_the_key_has_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         key([layer(), layer((64, 64))]),
         key([layer(name="packed")] * 2),
         key([layer(group=128)] * 2),
-        key(kernel=SimpleNamespace(level=SimpleNamespace(name="avx2"), step_tokens=128)),
-        key(kernel=SimpleNamespace(level=SimpleNamespace(name="amx"), step_tokens=64)),
+        key(kernel=SimpleNamespace(level=SimpleNamespace(name="avx2"), limits=StepLimits(128))),
+        key(kernel=SimpleNamespace(level=SimpleNamespace(name="amx"), limits=StepLimits(64))),
         key(columns=SimpleNamespace(about="GPU H100 driver 2", tokens=128)),
         key(columns=SimpleNamespace(about="GPU H100 driver 1", tokens=64)),
         key(place="Xeon, CPUs 0-6"),

@@ -28,6 +28,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import CpuBlocks  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits  # noqa: E402
 from ray_hetero.offload.decode import (  # noqa: E402  # noqa: E402
     column_channel,
     column_pieces,
@@ -495,7 +496,7 @@ def test_a_share_is_measured_once_a_host(
     assert set(run) == {6}
     ask("elsewhere")
     assert len(measured) == 2
-    monkeypatch.setattr(kernel, "step_tokens", 64)
+    monkeypatch.setattr(kernel, "limits", StepLimits(64))
     ask("here")
     assert len(measured) == 3
     for _ in range(2):

@@ -12,7 +12,6 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +26,7 @@ from paged_steps import Conversation  # noqa: E402
 from scheduled_steps import LARGE, Engine, GroupEngine, Part  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
-from ray_hetero.kernels.layers.step_rows import DECODING_TOKENS, PROMPT_TOKENS  # noqa: E402
-from ray_hetero.offload import prefetch  # noqa: E402
+from ray_hetero.kernels.step_route import DECODING_TOKENS, PROMPT_TOKENS  # noqa: E402
 from ray_hetero.offload.decode import mlp_columns  # noqa: E402
 from ray_hetero.offload.decode.step_graphs import StepGraphs  # noqa: E402
 from ray_hetero.offload.prefill import gpu_layers, kv_transfer  # noqa: E402
@@ -230,11 +228,9 @@ def seeds() -> range:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two blocks of 32 tokens and two heads of keys at once.
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 2 * 32 * 2 * 2 * 64 * 2)
-    yield
-    prefetch.use([])
 
 
 @pytest.mark.parametrize("seed", seeds())

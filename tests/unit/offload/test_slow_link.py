@@ -90,11 +90,9 @@ def settled(
     steps = Steps(monkeypatch, least=FROM_TOKENS, most=most, layers=LAYERS)
     for cache in steps.caches:
         cache.zero_()  # vLLM's attention multiplies what was never written by nought
-    kernel, prompts = steps.kernel, steps.kernel.prompts
-    assert prompts is not None
-    prompts.is_auto = is_auto
+    kernel, gpu = steps.kernel, steps.kernel.gpu
     layers = [linears_of(layer) for layer in steps.known]
-    left = slow_rounds * sum(map(len, prompts.gpu._pieces.values()))
+    left = slow_rounds * sum(map(len, gpu._pieces.values()))
 
     def is_slow() -> bool:
         nonlocal left
@@ -104,13 +102,13 @@ def settled(
     with monkeypatch.context() as patch:
         slow_cores(patch, kernel)
         slow_link(patch, [one for layer in layers for one in layer], link * CORES_S, is_slow)
-        threshold.settle(kernel, prompts, layers, has_steps=has_steps)
+        threshold.settle(kernel, gpu, layers, is_auto=is_auto, has_steps=has_steps)
     return steps
 
 
 def from_tokens(steps: Steps) -> int:
-    assert steps.kernel.prompts is not None
-    return steps.kernel.prompts.from_tokens
+    assert steps.kernel.limits.gpu_from is not None
+    return steps.kernel.limits.gpu_from
 
 
 def levels(said: list[tuple[str, str]]) -> list[str]:
@@ -126,7 +124,7 @@ def test_prompts_below_the_crossing_stay_on_the_cores(
     least = from_tokens(steps)
     assert least % threshold.MULTIPLE == 0
     assert 128 * SLOW - threshold.MULTIPLE < least < MOST
-    assert steps.kernel.step_tokens == native.STEP_TOKENS
+    assert steps.kernel.limits.native_tokens == native.STEP_TOKENS
     assert levels(said) == ["warning"] + ["info"] * has_steps
     (warning,) = (text for level, text in said if level == "warning")
     figures = re.search(
@@ -138,8 +136,7 @@ def test_prompts_below_the_crossing_stay_on_the_cores(
     cores, link = map(float, figures.groups())
     assert cores >= 1e3 * CORES_S
     # Of what a round uses, one piece more may have come at the end of the round before.
-    assert steps.kernel.prompts is not None
-    pieces = sum(map(len, steps.kernel.prompts.gpu._pieces.values()))
+    pieces = sum(map(len, steps.kernel.gpu._pieces.values()))
     assert link >= 1e3 * CORES_S * SLOW * (1 - 1 / pieces)
     assert least - threshold.MULTIPLE - 1 < 128 * link / cores < least + 1  # they are rounded
     assert "nvidia-smi -q, lspci -vv" in warning
@@ -207,10 +204,11 @@ def test_a_link_that_fails_is_an_error(
 
     monkeypatch.setattr(PieceReader, "copies", fail)
     steps = Steps(monkeypatch, least=FROM_TOKENS, most=MOST, layers=LAYERS)
-    assert steps.kernel.prompts is not None
-    steps.kernel.prompts.is_auto = is_auto
     layers = [linears_of(layer) for layer in steps.known]
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        threshold.settle(steps.kernel, steps.kernel.prompts, layers)
-    assert (from_tokens(steps), steps.kernel.step_tokens) == (FROM_TOKENS, native.STEP_TOKENS)
+        threshold.settle(steps.kernel, steps.kernel.gpu, layers, is_auto=is_auto)
+    assert (from_tokens(steps), steps.kernel.limits.native_tokens) == (
+        FROM_TOKENS,
+        native.STEP_TOKENS,
+    )
     assert said == []

@@ -36,6 +36,7 @@ from ray_hetero.distributed.messages import Message, Packing  # noqa: E402
 from ray_hetero.distributed.neighbour import Neighbours  # noqa: E402
 from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits, StepRoute  # noqa: E402
 from ray_hetero.offload.group import group_layers  # noqa: E402
 from ray_hetero.offload.prefill import kv_transfer, row_words, stage_output  # noqa: E402
 from ray_hetero.offload.prefill.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
@@ -444,14 +445,13 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
     monkeypatch.setattr("ray_hetero.distributed.shared_memory_link.lock_pages", lambda memory: None)
     gpu: Any = SimpleNamespace(device=CPU, computing=None, wait=lambda: waited.append(None))
     output = StageOutput(gpu)
-    stage_output.use(output)
     there, back = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
     ends: list[Any] = [
         Neighbours(2, following=(Neighbour(there, back),)),  # type: ignore[arg-type]
         Neighbours(2, previous=Neighbour(back, there)),  # type: ignore[arg-type]
     ]
     sender, receiver = (StageBoundary(one, CPU) for one in ends)
-    agreeing = threading.Thread(target=sender.agree, args=(TEMPLATE, CAPACITY, 20))
+    agreeing = threading.Thread(target=sender.agree, args=(TEMPLATE, CAPACITY, 20, (), output))
     agreeing.start()
     receiver.agree(TEMPLATE, CAPACITY, 20)
     agreeing.join()
@@ -460,7 +460,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
 
     def step(tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
         for boundary in (sender, receiver):
-            boundary.begin_step(tokens)
+            boundary.begin_step(StepRoute.of_rows(tokens, tokens, StepLimits()))
         values = {name: torch.randn(tokens, HIDDEN).bfloat16() for name in TEMPLATE}
         stays = output.may_take(tokens)
         if stays:
@@ -495,4 +495,3 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
     monkeypatch.setattr(output, "take_waited", lambda: 1.5)
     step(7)
     assert sender.take().waiting_s == 1.5
-    assert stage_output.offered() is output

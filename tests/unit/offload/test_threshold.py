@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from native_module import native, needs_native  # noqa: E402
 
 from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
-from ray_hetero.kernels.linear.streaming_linear import Prompts, StreamingLinear  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.kernels.step_route import StepLimits  # noqa: E402
 from ray_hetero.offload.prefill.threshold import settle  # noqa: E402
 
 pytestmark = needs_native
@@ -43,30 +45,34 @@ def layers(count: int) -> list[list[Any]]:
     return [[SimpleNamespace(weight=weight, bias=None) for weight in made]] * count
 
 
-def prompts(gpu: Gpu, from_tokens: int = FROM_TOKENS) -> Prompts:
-    return Prompts(gpu, from_tokens)  # type: ignore[arg-type]
+def kernel_with(gpu: Gpu, from_tokens: int = FROM_TOKENS) -> StreamingLinear:
+    kernel = StreamingLinear(native)
+    kernel.limits = replace(kernel.limits, gpu_from=from_tokens, gpu_room=gpu.tokens)
+    return kernel
 
 
 def settled(gpu: Gpu, from_tokens: int = FROM_TOKENS, count: int = 6) -> int:
-    kernel = StreamingLinear(native)
-    settle(kernel, prompts(gpu, from_tokens), layers(count))
-    return kernel.step_tokens
+    kernel = kernel_with(gpu, from_tokens)
+    settle(kernel, gpu, layers(count))  # type: ignore[arg-type]
+    return kernel.limits.native_tokens
 
 
 def test_the_faster_of_both_computes_the_largest_steps() -> None:
     assert settled(Gpu(0.2)) == native.STEP_TOKENS
     # A product of the cores takes some microseconds; two threads that wait for each other more.
-    slow = StreamingLinear(native)
+    gpu: Any = Gpu(0.0)
+    slow = kernel_with(gpu)
     slow.on_cores = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
-    settle(slow, prompts(Gpu(0.0)), layers(1))
-    assert slow.step_tokens == FROM_TOKENS - 1
+    settle(slow, gpu, layers(1))
+    assert slow.limits == StepLimits(FROM_TOKENS - 1, FROM_TOKENS, gpu.tokens)
 
 
 def test_few_tokens_stay_on_the_cores_in_any_case() -> None:
-    slow = StreamingLinear(native)
+    gpu: Any = Gpu(0.0)
+    slow = kernel_with(gpu, 8)
     slow.on_cores = lambda *given: time.sleep(0.05)  # type: ignore[method-assign, assignment, misc]
-    settle(slow, prompts(Gpu(0.0), 8), layers(1))
-    assert slow.step_tokens == native.FEW_TOKENS
+    settle(slow, gpu, layers(1))
+    assert slow.limits == StepLimits(native.FEW_TOKENS, 8, gpu.tokens)
 
 
 def test_some_layers_are_measured_with_the_largest_step() -> None:
