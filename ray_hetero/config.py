@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from placement.given import key_of, listed, shown
+from placement.host.instruction_sets import LEVELS
 from placement.plan.stage_plan import Objective
 from ray_hetero.config_sources import Merged, as_written, merged, read_sources
 from ray_hetero.errors import ConfigError
@@ -34,8 +35,6 @@ Environment = dict[
     Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
     Annotated[str, Field(pattern=r"^[^\x00]*$")],
 ]
-_WIDE = ("amx", "avx512_bf16", "avx512")
-"""Kernels for vectors of 512 bits."""
 FROM_TOKENS = 96
 """Tokens of a step from which a GPU computes it where none are given and its link is not slow."""
 READ_SHARES = {"packed": 1.0, "compact": 0.75}
@@ -149,13 +148,13 @@ class CpuConfig(_Section):
         """Whether linear layers stream their weights on a processor.
 
         Args:
-            level: the best of its sets of instructions: amx, avx512_bf16, avx512, avx2; None is
-                none of them, or not known.
+            level: the best of its sets of instructions, a name of `instruction_sets.LEVELS`; None
+                is none of them, or not known.
 
         """
         if self.linear_kernel != "auto":
             return self.linear_kernel == "streaming"
-        return level in (*_WIDE, "avx2")
+        return level in LEVELS and level != "portable"
 
     def weight_format(self, level: str | None) -> str:
         """Name of the format (kernels/formats/) that linear layers that stream are to hold.
@@ -165,7 +164,8 @@ class CpuConfig(_Section):
 
         """
         # Vectors of 256 bits expand more slowly than steps of a few tokens are read.
-        is_compact = level in _WIDE if self.compact_weights == "auto" else self.compact_weights
+        is_wide = level in LEVELS and LEVELS[level].is_wide
+        is_compact = is_wide if self.compact_weights == "auto" else self.compact_weights
         return "compact" if is_compact else "packed"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 
 from placement.errors import TopologyError
 
@@ -11,16 +12,34 @@ MAX_ISA = "RAY_HETERO_MAX_CPU_ISA"
 """The environment variable that names the best level to use; csrc/kernels/processor.h reads it too.
 
 `ONEDNN_MAX_CPU_ISA` is the same for oneDNN."""
-FLAGS_OF_LEVELS: dict[str, tuple[str, ...]] = {
-    "portable": (),
-    "avx2": ("avx2",),
-    "avx512": ("avx512f", "avx512_vnni"),
-    "avx512_bf16": ("avx512_bf16",),
-    "amx": ("amx_bf16", "amx_int8", "amx_tile"),
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instruction sets that one level of the kernels (csrc/kernels/levels/) is compiled for."""
+
+    text: str
+    """Name for people."""
+    flags: tuple[str, ...]
+    """Flags of /proc/cpuinfo; with the first one a processor has the level."""
+    core_flops: float
+    """bf16 FLOP per second and core at 2 GHz, of matrix products that lie in its caches."""
+    is_wide: bool = False
+    """Whether vectors have 512 bits, which expand compact weights as fast as memory is read."""
+
+
+LEVELS: dict[str, Level] = {
+    "portable": Level("no AVX2", (), 32e9),
+    "avx2": Level("AVX2", ("avx2",), 64e9),
+    # Without products of bf16, 32 x 2 a cycle in float32.
+    "avx512": Level("AVX-512", ("avx512f", "avx512_vnni"), 128e9, is_wide=True),
+    # Two units with 512 bits: 64 a cycle, as the table of parts has it for EPYC 9654.
+    "avx512_bf16": Level("AVX512-BF16", ("avx512_bf16",), 154e9, is_wide=True),
+    # Tiles: 1024 a cycle.
+    "amx": Level("AMX-BF16", ("amx_bf16", "amx_int8", "amx_tile"), 2048e9, is_wide=True),
 }
-"""Flags that come with each level of kernels, by the names of /proc/cpuinfo, ascending; with the
-first one a processor has the level."""
-INSTRUCTION_SETS = frozenset(flag for flags in FLAGS_OF_LEVELS.values() for flag in flags)
+"""Levels of the kernels, ascending."""
+INSTRUCTION_SETS = frozenset(flag for level in LEVELS.values() for flag in level.flags)
 """The flags of /proc/cpuinfo that matter here."""
 
 
@@ -38,15 +57,20 @@ def allowed(flags: Set[str], environment: Mapping[str, str] = os.environ) -> fro
     best = environment.get(MAX_ISA)
     if not best:
         return INSTRUCTION_SETS & flags
-    if best not in FLAGS_OF_LEVELS:
-        names = ", ".join(FLAGS_OF_LEVELS)
+    if best not in LEVELS:
+        names = ", ".join(LEVELS)
         raise TopologyError(f"{MAX_ISA}: expected one of {names}; got {best!r}")
-    levels = list(FLAGS_OF_LEVELS)
+    levels = list(LEVELS)
     used = levels[: levels.index(best) + 1]
-    return frozenset(flag for level in used for flag in FLAGS_OF_LEVELS[level] if flag in flags)
+    return frozenset(flag for level in used for flag in LEVELS[level].flags if flag in flags)
 
 
 def level_of(flags: Set[str]) -> str | None:
     """The best level of a processor with these flags; None where there is none but plain C++."""
-    known = reversed(FLAGS_OF_LEVELS.items())
-    return next((level for level, own in known if own and own[0] in flags), None)
+    known = ((name, level.flags[:1]) for name, level in reversed(LEVELS.items()))
+    return next((name for name, first in known if first and first[0] in flags), None)
+
+
+def best_level(flags: Set[str]) -> Level:
+    """The figures of the best level of a processor with these flags."""
+    return LEVELS[level_of(flags) or "portable"]

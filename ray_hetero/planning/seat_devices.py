@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from placement.cluster.assignment import Seat
+from placement.host.instruction_sets import best_level
 from placement.host.topology import Gpu, Host, Socket
 from placement.plan.devices import DeviceFigures, RankDevice
 from placement.plan.gpu_figures import Figure, gpu_figures, with_bandwidth
@@ -16,14 +17,8 @@ from ray_hetero.errors import RayHeteroError
 
 SYSTEM_SHARE = 0.05
 """Share of a socket's memory left to the system: Ray's memory monitor kills above 95 %."""
-# bf16 FLOP per second and core at 2 GHz: AMX 1024 a cycle; two 512-bit units with bf16 dot
-# products 64 (as the table has it for EPYC 9654), without them 32 x 2 in float32; AVX2 half of it.
-_FLOPS_PER_CORE = (
-    ("amx_bf16", 2048e9), ("avx512_bf16", 154e9), ("avx512f", 128e9), ("avx2", 64e9),
-)  # fmt: skip
-_SLOWEST_CORE = 32e9
 _REACHABLE = 0.4
-"""Share of these that matrix products reach, as for the table's sockets."""
+"""Share of a core's operations that matrix products reach, as for the table's sockets."""
 
 
 Described = Callable[[Seat], RankDevice]
@@ -195,10 +190,7 @@ def _socket_figures(
 
 
 def _compute(host: Host, cores: int) -> float:
-    per_core = next(
-        (flops for name, flops in _FLOPS_PER_CORE if name in host.instruction_sets), _SLOWEST_CORE
-    )
-    return max(1, cores) * per_core * _REACHABLE
+    return max(1, cores) * best_level(host.instruction_sets).core_flops * _REACHABLE
 
 
 def _free_bytes(seat: Seat, socket: Socket, host: Host, ranks_on_node: int) -> int:

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from placement.given import shown
+from placement.host.instruction_sets import best_level, level_of
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.supported import (
@@ -136,14 +137,13 @@ def check_libnuma(library: str | None) -> Check:
 
 
 def check_instructions(instruction_sets: Set[str], cpu_model: str | None) -> Check:
-    """The processor has what makes bf16 fast, AMX or at least AVX-512."""
-    known = {name: name.replace("_", "-").upper() for name in ("amx_bf16", "avx512_bf16")}
-    known |= {"avx512f": "AVX-512", "avx2": "AVX2"}
-    best = next((text for name, text in known.items() if name in instruction_sets), None)
-    found = f"{cpu_model or 'processor of unknown model'}: {best or 'no AVX2'}"
-    if best is None:
+    """The processor has AMX, or at least AVX-512, which make bf16 fast."""
+    level = level_of(instruction_sets)
+    best = best_level(instruction_sets)
+    found = f"{cpu_model or 'processor of unknown model'}: {best.text}"
+    if level is None:
         return Check("processor", "fail", found, "vLLM's CPU kernels need AVX2; use another host")
-    if best == "AMX-BF16":
+    if level == "amx":
         return Check("processor", "ok", found)
     slower = "no AMX, so that long prompts take longer; decoding is limited by memory bandwidth"
     return Check("processor", "ok", f"{found}; {slower}")

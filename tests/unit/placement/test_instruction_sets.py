@@ -12,7 +12,7 @@ import pytest
 from native_module import needs_native
 
 from placement.errors import TopologyError
-from placement.host.instruction_sets import FLAGS_OF_LEVELS, MAX_ISA, allowed, level_of
+from placement.host.instruction_sets import LEVELS, MAX_ISA, allowed, level_of
 
 MASKED = Path(__file__).parents[2] / "masked"
 SAPPHIRE_RAPIDS = {
@@ -49,7 +49,7 @@ def test_all_is_allowed_unless_something_is_asked_for(best: str | None) -> None:
 
 
 def test_better_sets_than_the_one_asked_for_are_left_out() -> None:
-    found = {best: sorted(allowed(SAPPHIRE_RAPIDS, {MAX_ISA: best})) for best in FLAGS_OF_LEVELS}
+    found = {best: sorted(allowed(SAPPHIRE_RAPIDS, {MAX_ISA: best})) for best in LEVELS}
     assert found["portable"] == []
     assert found["avx2"] == ["avx2"]
     assert found["avx512"] == ["avx2", "avx512_vnni", "avx512f"]
@@ -61,8 +61,8 @@ def test_what_the_processor_lacks_is_not_there_by_asking() -> None:
 
 
 def test_the_best_level_is_that_of_the_best_flag() -> None:
-    found = {best: level_of(allowed(SAPPHIRE_RAPIDS, {MAX_ISA: best})) for best in FLAGS_OF_LEVELS}
-    assert found == {level: level for level in FLAGS_OF_LEVELS} | {"portable": None}
+    found = {best: level_of(allowed(SAPPHIRE_RAPIDS, {MAX_ISA: best})) for best in LEVELS}
+    assert found == {level: level for level in LEVELS} | {"portable": None}
     # Tiles for other numbers than bf16 are no level.
     assert level_of({"avx2", "amx_tile", "amx_int8"}) == "avx2"
 
@@ -79,13 +79,13 @@ def here() -> list[str]:
 
 
 @needs_native
-@pytest.mark.parametrize("best", FLAGS_OF_LEVELS)
+@pytest.mark.parametrize("best", LEVELS)
 def test_kernels_host_and_torch_agree(best: str, here: list[str]) -> None:
     levels, flags, answers = told(best)
-    names = list(FLAGS_OF_LEVELS)
+    names = list(LEVELS)
     hidden = names[names.index(best) + 1 :]
     assert levels == [level for level in here if level not in hidden]
-    assert not {flag for level in hidden for flag in FLAGS_OF_LEVELS[level]} & set(flags)
+    assert not {flag for level in hidden for flag in LEVELS[level].flags} & set(flags)
     assert not any(answers[max(0, names.index(best)) :])
 
 
