@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -27,3 +27,14 @@ def replaced(page: str, begin: str, end: str, content: str) -> str:
     if not (found_begin and found_end):
         raise ValueError(f"expected the lines {begin!r} and {end!r} in the page")
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"
+
+
+def rewrite(page: Path, written: Callable[[str], str]) -> None:
+    """Write a page anew.
+
+    Args:
+        page: its file.
+        written: function that gives the page's text from the one that it has.
+
+    """
+    page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 
 from ray_hetero.cli.main import commands
 from ray_hetero.observability.metrics import BY_NAME, LABELS, PREFIX, REASON
@@ -147,10 +147,5 @@ def written(page: str) -> str:
     return page
 
 
-def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rewrite(PAGE, written)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 from raw_figures import raw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -87,10 +87,5 @@ def written(page: str) -> str:
     return page
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rewrite(PAGE, written)

@@ -8,7 +8,7 @@ architectures from `ray_hetero.compat.models.fused_architectures`.
 
 from __future__ import annotations
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 
 from ray_hetero.compat.models.fused_architectures import ARCHITECTURES
 from ray_hetero.preflight.refusal import Refusal
@@ -67,10 +67,5 @@ def written(page: str) -> str:
     return replaced(page, *MODELS, table(header, architectures()))
 
 
-def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rewrite(PAGE, written)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 from pydantic import BaseModel
 
 from ray_hetero.config import HeteroConfig
@@ -77,10 +77,5 @@ def written(page: str) -> str:
     return replaced(page, BEGIN, END, table(("key", "values", "default", "meaning"), rows))
 
 
-def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rewrite(PAGE, written)

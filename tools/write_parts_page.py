@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 
 from placement.plan.parts import PARTS
 
@@ -32,4 +32,4 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    rewrite(PAGE, written)

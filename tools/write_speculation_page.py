@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 from raw_figures import EXPERT_RANKS, OURS, TWO_RANKS, point, raw, step_ms
 from write_performance_page import DAY_BEFORE, EXPERTS, NEWEST
 
@@ -170,10 +170,5 @@ def written(page: str) -> str:
     return page
 
 
-def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rewrite(PAGE, written)

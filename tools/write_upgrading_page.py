@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 
 from ray_hetero import compat
 from ray_hetero.supported import SUPPORTED_VLLM
@@ -90,10 +90,5 @@ def written(page: str) -> str:
     return replaced(replaced(page, *PATCHES, patches()), *USES, uses())
 
 
-def main() -> None:
-    """Rewrite the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    rewrite(PAGE, written)

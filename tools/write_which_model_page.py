@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from page_blocks import DOCS, replaced, table
+from page_blocks import DOCS, replaced, rewrite, table
 
 from placement.errors import DoesNotFitError
 from placement.model.reading import shape_from_config
@@ -133,10 +132,5 @@ def written(page: str) -> str:
     return page
 
 
-def write(path: Path = PAGE) -> None:
-    """Write the page anew."""
-    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write()
+    rewrite(PAGE, written)

@@ -10,6 +10,7 @@ import ray
 
 from placement.cluster.assignment import Node, Turn
 from placement.cluster.external_group import describe_group
+from placement.cluster.layout import Layout
 from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
 from ray_hetero.compat.engine import engine_args, shared_batches
@@ -186,12 +187,8 @@ class EnginePlanner:
         refuse_heads(model_config, world.layout)
         refuse_divided_layers(model_config.hf_text_config.to_dict(), world.layers)
         linear_kernel = self._config.cpu.linear_kernel
-        refuse_ranks(
-            CheckpointOnCpus.of_model(model_config, linear_kernel),
-            has_cpu=world.has_cpu,
-            has_experts=bool(world.experts),
-            is_divided=world.layout.tensor_parallel_size > 1,
-        )
+        checkpoint = CheckpointOnCpus.of_model(model_config, linear_kernel)
+        refuse_ranks(checkpoint, world.layout, len(world.experts))
         if world.is_stock:
             return
         refuse_first(ENGINES_OF_CPU_RANKS, self._vllm_config.parallel_config)
@@ -206,7 +203,7 @@ class EnginePlanner:
             if speculative.uses_draft_kv_cache() and "cpu" in stages[-1]:
                 draft_model = speculative.draft_model_config
                 drafter = CheckpointOnCpus.of_model(draft_model, linear_kernel)
-                refuse_ranks(drafter, has_cpu=True, has_experts=False)
+                refuse_ranks(drafter, Layout((("cpu",),)))
 
     def _settle_dtype(self, world: World) -> None:
         """Say in which dtype the model is computed and why, or give a world of GPUs vLLM's own.

@@ -205,12 +205,7 @@ def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus | None) -> Ca
     if checkpoint is None or (found.plan is None and not found.is_unknown):
         return found
     try:
-        refuse_ranks(
-            checkpoint,
-            has_cpu=bool(found.layout.count("cpu")),
-            has_experts=bool(found.experts),
-            is_divided=found.layout.tensor_parallel_size > 1,
-        )
+        refuse_ranks(checkpoint, found.layout, found.experts)
     except UnsupportedError as error:
         return replace(found, plan=None, problem=str(error), is_unknown=False, is_refused=True)
     return found

@@ -150,12 +150,7 @@ def _planned(request: PlanRequest) -> tuple[LayerPlan, Choice | None]:
         if problem:
             raise UnsupportedError(problem)
     if request.checkpoint is not None:
-        refuse_ranks(
-            request.checkpoint,
-            has_cpu=found.world.has_cpu,
-            has_experts=bool(found.world.experts),
-            is_divided=found.world.layout.tensor_parallel_size > 1,
-        )
+        refuse_ranks(request.checkpoint, found.world.layout, len(found.world.experts))
     if found.split is None:
         if found.unknown:
             raise UnknownDeviceError(found.unknown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from placement.cluster.layout import Layout
 from ray_hetero.preflight.refusal import Refusal, refuse_first
 from ray_hetero.preflight.unsupported_checkpoints import (
     CheckpointOnCpus,
@@ -97,9 +98,7 @@ MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
 """Models that are refused where expert ranks are to compute their experts."""
 
 
-def refuse_ranks(
-    checkpoint: CheckpointOnCpus, *, has_cpu: bool, has_experts: bool, is_divided: bool = False
-) -> None:
+def refuse_ranks(checkpoint: CheckpointOnCpus, layout: Layout, experts: int = 0) -> None:
     """Raise for a model that CPU ranks or expert ranks cannot compute.
 
     The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
@@ -107,17 +106,16 @@ def refuse_ranks(
 
     Args:
         checkpoint: the model.
-        has_cpu: whether a rank of a stage is a CPU socket.
-        has_experts: whether there are expert ranks.
-        is_divided: whether a stage has several ranks.
+        layout: stages of the engine.
+        experts: number of expert ranks beside them.
 
     Raises:
         UnsupportedError: says what they lack, and what to do instead.
 
     """
-    if has_cpu:
+    if layout.count("cpu"):
         refuse_first(MODELS_OF_CPU_RANKS, checkpoint)
-        if is_divided:
+        if layout.tensor_parallel_size > 1:
             refuse_first(MODELS_OF_CPU_GROUPS, checkpoint)
-    if has_experts:
+    if experts:
         refuse_first(MODELS_OF_EXPERT_RANKS, checkpoint)

@@ -41,7 +41,6 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import PunicaWrapperBase, punica_cpu
 from vllm.model_executor import layers
-from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
@@ -512,7 +511,6 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/models/model_parts", Attention, "kv_sharing_target_layer_name"),
     ("compat/models/latent_attention", AMXMLAImpl, "_w_uk_packed"),
     ("compat/models/latent_attention", AMXMLAImpl, "_w_uv_packed"),
-    ("compat/models/latent_attention", CustomOp, "_forward_method"),
     *(
         ("compat/models/latent_attention", mla_attention.MLAAttention, name)
         for name in (

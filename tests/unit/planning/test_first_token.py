@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from plan_cases import config_of
 
+from placement.cluster.layout import Layout
 from placement.model.reading import shape_from_config
 from placement.plan.described import described
 from ray_hetero.config import HeteroConfig
@@ -86,8 +87,8 @@ def test_experts_in_a_format_without_kernels_are_left_to_the_gpus() -> None:
     with pytest.raises(
         UnsupportedError, match=r"in NVFP4 weight-only .* leave the experts on the GPUs"
     ):
-        refuse_ranks(checkpoint, has_cpu=False, has_experts=True)
-    refuse_ranks(checkpoint, has_cpu=False, has_experts=False)
+        refuse_ranks(checkpoint, Layout((("gpu",),)), experts=1)
+    refuse_ranks(checkpoint, Layout((("gpu",),)))
 
 
 def test_the_reason_tells_weights_from_the_cache() -> None:

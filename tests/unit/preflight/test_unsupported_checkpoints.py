@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from placement.cluster.layout import Layout
 from ray_hetero.cli.demo.stored import FORMATS
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.preflight.refusal import refuse_first
@@ -113,13 +114,13 @@ def test_sparse_activations_are_refused_where_ranks_divide_them(pattern: object)
     model = _model(None, model_type="gemma3n")
     model.hf_text_config.to_dict = lambda: {"activation_sparsity_pattern": pattern}
     checkpoint = CheckpointOnCpus.of_model(model, "auto")
-    refuse_ranks(checkpoint, has_cpu=True, has_experts=False)
-    refuse_ranks(checkpoint, has_cpu=False, has_experts=False, is_divided=True)
+    refuse_ranks(checkpoint, Layout((("cpu",), ("gpu",))))
+    refuse_ranks(checkpoint, Layout((("gpu", "gpu"),)))
     with pytest.raises(UnsupportedError, match=r"sparse activations.* stages of one rank"):
-        refuse_ranks(checkpoint, has_cpu=True, has_experts=False, is_divided=True)
+        refuse_ranks(checkpoint, Layout((("cpu", "cpu"),)))
     model.hf_text_config.to_dict = lambda: {"activation_sparsity_pattern": [0.0, 0.0]}
     dense = CheckpointOnCpus.of_model(model, "auto")
-    refuse_ranks(dense, has_cpu=True, has_experts=False, is_divided=True)
+    refuse_ranks(dense, Layout((("cpu", "cpu"),)))
 
 
 @pytest.mark.parametrize(
