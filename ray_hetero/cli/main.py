@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from placement.errors import PlacementError
+from ray_hetero.cli.bench import bench
 from ray_hetero.cli.config import config
 from ray_hetero.cli.demo_model import demo_model
 from ray_hetero.cli.doctor import doctor
@@ -33,6 +34,7 @@ commands.command(
     short_help="Serve a model as planned, and compare it with the plan.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve)
+commands.command(short_help="Measure a running server, or this host.")(bench)
 commands.command(short_help="The configuration in force, and its sources.")(config)
 commands.command(short_help="Diagnose this host and print the fix.")(doctor)
 commands.command(short_help="The engines that run on the Ray cluster.")(status)

@@ -159,6 +159,9 @@ def _run(command: Sequence[str], log: Path, found: Mapping[str, Any]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    # The server has made the folder.
+    plan_file = log.with_name(f"{log.name}.plan.json")
+    plan_file.write_text(json.dumps(found), encoding="utf-8")
     try:
         took = server.wait_until_healthy()
         typer.echo(f"\nready after {took:.0f} s at {server.address}; Ctrl-C stops it. Try:")
@@ -166,6 +169,7 @@ def _run(command: Sequence[str], log: Path, found: Mapping[str, Any]) -> None:
         typer.echo(
             f"  curl {server.address}/v1/completions -H 'content-type: application/json' -d "
             f"{shlex.quote(json.dumps(asked))}\n"
+            f"  ray-hetero bench --url {server.address} --plan {shlex.quote(str(plan_file))}\n"
         )
         _compare(server.address, found["users"], server.process)
     except StartupError as error:

@@ -90,6 +90,16 @@ def time_rows(cpus: Sequence[int], kernel: RowKernel) -> RowCosts:
         NativeError: that process does not answer.
 
     """
+    return RowCosts.of_times(timed(cpus, kernel)[1])
+
+
+def timed(cpus: Sequence[int], kernel: RowKernel) -> tuple[int, list[float]]:
+    """Bytes of the weights, and seconds of their products with each number of rows in `ROWS`.
+
+    Raises:
+        NativeError: the process that measures does not answer.
+
+    """
     command = [sys.executable, "-m", PROGRAM, kernel.level, kernel.weight_format]
     try:
         threads = openmp_environment(cpus, find_preload_libraries(), kernel.openmp)
@@ -97,15 +107,15 @@ def time_rows(cpus: Sequence[int], kernel: RowKernel) -> RowCosts:
             command, env=_environment() | threads, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
-        seconds = json.loads(ended.stdout.strip().splitlines()[-1]) if not ended.returncode else []
+        found = json.loads(ended.stdout.strip().splitlines()[-1]) if not ended.returncode else {}
     except subprocess.TimeoutExpired:
         raise NativeError(f"no answer in {LIMIT_S:g} s") from None
     except (ConfigError, OSError, ValueError, IndexError) as error:
         raise NativeError(str(error).splitlines()[0] if str(error) else "no answer") from None
-    if not seconds:
+    if not found:
         said = ended.stderr.strip().splitlines()
         raise NativeError(said[-1] if said else f"ended with status {ended.returncode}")
-    return RowCosts.of_times(seconds)
+    return found["bytes"], found["seconds"]
 
 
 def _environment() -> dict[str, str]:

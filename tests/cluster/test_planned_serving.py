@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +36,13 @@ def test_a_planned_server_is_compared_with_its_plan(scene: Scene, logs: Path, mo
     url = f"http://127.0.0.1:{port}/v1/completions"
     assert httpx.post(url, json=body, trust_env=False, timeout=60).status_code == 200
     assert wait_until(lambda: LINE.search(child.log) is not None, 60, 1.0), child.tail()
+    (typed,) = re.findall(r"ray-hetero (bench .*)", child.log)
+    command = [str(Path(sys.executable).with_name("ray-hetero")), *shlex.split(typed), "--json"]
+    command += ["--users", "1,4", "--prompt-tokens", "32", "--tokens", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    measured = json.loads(done.stdout)["users"]
+    assert [row["users"] for row in measured] == [1, 4]
+    assert all(row["step_s"] > 0 and row["predicted_per_s"] > 0 for row in measured)
     child.process.send_signal(signal.SIGINT)
     assert child.wait(STOP_SECONDS) == 0, child.tail()
     for text in ("Traceback", "leaked", "ERROR"):

@@ -1,5 +1,7 @@
 """Seconds of products of several rows with weights that no cache keeps, as a line of JSON.
 
+`bytes` are those of the weights, which a product of one row reads whole.
+
     python -m ray_hetero.kernels.linear.row_timing LEVEL FORMAT
 
 A program of its own, started with the environment of a CPU rank (`socket_rows`).
@@ -14,10 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from placement.host.row_costs import ROWS
-from ray_hetero.kernels.formats import FORMATS
-from ray_hetero.kernels.formats.base import pack
+from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS
+from ray_hetero.kernels.formats.base import HostWeight, pack
+from ray_hetero.kernels.formats.scaled import Codes
 
 OUTPUTS, INPUTS = 8192, 4096
 LEAST_BYTES, MOST_BYTES = 400 << 20, 2 << 30
@@ -49,8 +53,9 @@ def bytes_wanted(cache: int) -> int:
     return min(MOST_BYTES, max(LEAST_BYTES, TIMES_CACHE * cache))
 
 
-def passes(level_name: str, format_name: str) -> dict[int, Callable[[], None]]:
-    """Functions that multiply some number of rows with all weights, by that number.
+def passes(level_name: str, format_name: str) -> tuple[dict[int, Callable[[], None]], int]:
+    """Functions that multiply some number of rows with all weights, by that number, and the bytes
+    of the weights.
 
     Args:
         level_name: set of instructions, which must be the best one of this processor.
@@ -63,10 +68,7 @@ def passes(level_name: str, format_name: str) -> dict[int, Callable[[], None]]:
     level = native.levels()[-1]
     if level.name != level_name:
         sys.exit(f"expected kernels for {level_name}, this processor has those for {level.name}")
-    drawn = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(0)) / 64
-    made = FORMATS[format_name].made(pack(drawn.bfloat16()), native)
-    if made is None:
-        sys.exit(f"expected a weight as {format_name}, its values do not suit")
+    made = _weight(format_name, native)
     copies = -(-bytes_wanted(last_cache_bytes()) // made.data.nbytes)
     weights = [replace(made, data=made.data.clone()) for _ in range(copies)]
 
@@ -83,7 +85,30 @@ def passes(level_name: str, format_name: str) -> dict[int, Callable[[], None]]:
 
         return run
 
-    return {rows: products(rows) for rows in ROWS}
+    return {rows: products(rows) for rows in ROWS}, copies * made.data.nbytes
+
+
+def _weight(format_name: str, native: ModuleType) -> HostWeight:
+    """A weight in a format of bf16, or in one of a quantised checkpoint."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    if format_name in FORMATS:
+        drawn = torch.randn(OUTPUTS, INPUTS, generator=generator) / 64
+        made = FORMATS[format_name].made(pack(drawn.bfloat16()), native)
+        if made is None:
+            sys.exit(f"expected a weight as {format_name}, its values do not suit")
+        return made
+    scales, group = {
+        "int4": (torch.rand(OUTPUTS, INPUTS // 128, generator=generator).bfloat16(), 128),
+        "int8": (torch.rand(OUTPUTS, 1, generator=generator), INPUTS),
+        "fp8": (torch.rand(OUTPUTS // 32, INPUTS // 128, generator=generator), 128),
+        "fp4": (torch.full((OUTPUTS, INPUTS // 32), 0.5).to(torch.float8_e8m0fnu), 32),
+    }[format_name]
+    # In FP8, codes from 8 to 119 are neither denormal nor NaN.
+    low, high = (8, 120) if format_name == "fp8" else (0, 16)
+    codes = torch.randint(low, high, (OUTPUTS, INPUTS), generator=generator).to(torch.uint8)
+    return SCALED_FORMATS[format_name].stored(Codes(codes, scales, group), native)
 
 
 def seconds_of(runs: dict[int, Callable[[], None]]) -> list[float]:
@@ -102,10 +127,10 @@ def seconds_of(runs: dict[int, Callable[[], None]]) -> list[float]:
 
 def main() -> None:
     """Measure and print."""
-    runs = passes(*sys.argv[1:3])
+    runs, nbytes = passes(*sys.argv[1:3])
     # The first pass wakes the threads up.
     runs[1]()
-    print(json.dumps(seconds_of(runs)), flush=True)
+    print(json.dumps({"bytes": nbytes, "seconds": seconds_of(runs)}), flush=True)
 
 
 if __name__ == "__main__":

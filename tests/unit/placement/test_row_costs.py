@@ -29,6 +29,7 @@ from placement.plan.split import choose_split, price_drafts
 from placement.plan.step_time import PICO
 from ray_hetero.cli.main import commands
 from ray_hetero.config import CpuConfig, HeteroConfig
+from ray_hetero.kernels.formats import FORMATS, SCALED_FORMATS
 from ray_hetero.kernels.linear import row_timing
 from ray_hetero.planning import cluster_measurements, socket_rows
 from ray_hetero.planning.cluster_measurements import rows_probe
@@ -183,7 +184,7 @@ def test_a_process_of_its_own_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(command: list[str], **how: Any) -> Ended:
         seen.update(command=command, **how)
-        return Ended("[2, 2, 2, 3, 4, 8]\n")
+        return Ended('{"bytes": 8, "seconds": [2, 2, 2, 3, 4, 8]}\n')
 
     monkeypatch.setattr(subprocess, "run", run)
     assert socket_rows.time_rows((2, 3), KERNEL).ratios == (1, 1, 1, 1.5, 2, 4)
@@ -295,19 +296,22 @@ def test_weights_are_larger_than_the_cache(tmp_path: Path) -> None:
     assert row_timing.bytes_wanted(8 << 30) == row_timing.MOST_BYTES
 
 
+@pytest.mark.parametrize("name", [*FORMATS, *SCALED_FORMATS])
 def test_the_program_measures_with_the_kernels_of_this_processor(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native = pytest.importorskip("ray_hetero._streaming_linear")
     level = native.levels()[-1].name
     monkeypatch.setattr(row_timing, "INPUTS", 256)
     monkeypatch.setattr(row_timing, "OUTPUTS", 512)
     monkeypatch.setattr(row_timing, "bytes_wanted", lambda cache: 1)
-    seconds = row_timing.seconds_of(row_timing.passes(level, "compact"))
+    runs, nbytes = row_timing.passes(level, name)
+    seconds = row_timing.seconds_of(runs)
+    assert 256 * 512 / 4 < nbytes <= 2 * 256 * 512
     assert len(seconds) == len(ROWS)
     assert min(seconds) > 0
     with pytest.raises(SystemExit, match="expected kernels for none"):
-        row_timing.passes("none", "compact")
+        row_timing.passes("none", name)
 
 
 MODEL = config_of("llama", 32, 4096, 14336, (32, 8), 128256, max_position_embeddings=8192)
