@@ -107,6 +107,7 @@ inline void check_positions(const Rotation& rotation, const std::int64_t* positi
 
 // What each file here adds to the module.
 void bind_weights(py::module_& module);
+void bind_arrange(py::module_& module);
 void bind_experts(py::module_& module);
 void bind_rank_sums(py::module_& module);
 void bind_post_attention(py::module_& module);

@@ -45,6 +45,7 @@ PYBIND11_MODULE(_streaming_linear, module) {
   // Each after those whose types it takes.
   ray_hetero::bind_levels(module);
   ray_hetero::bind_weights(module);
+  ray_hetero::bind_arrange(module);
   ray_hetero::bind_experts(module);
   ray_hetero::bind_rank_sums(module);
   ray_hetero::bind_post_attention(module);

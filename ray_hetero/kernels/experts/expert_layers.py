@@ -15,6 +15,7 @@ from ray_hetero.compat.models.routed_experts import number_of
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
+from ray_hetero.kernels.experts.arranged_experts import arranged
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
 from ray_hetero.kernels.experts.plain_experts import PlainExperts
 from ray_hetero.kernels.experts.quantised_experts import held
@@ -129,16 +130,7 @@ class ExpertLayers:
                 )
             activation = activation_of(layer)
             try:
-                made = RoutedExperts.of_weights(
-                    held(stored, self._kernel.native, activation.order),
-                    len(stored.w13),
-                    getattr(layer, "w13_bias", None),
-                    getattr(layer, "w2_bias", None),
-                    native=self._kernel.native,
-                    level=self._kernel.level,
-                    activation=activation,
-                    room=self._room,
-                )
+                made = self._made(layer, stored, activation)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{layer.layer_name}, {error}") from None
             self._bytes_before += stored.w13.nbytes + stored.w2.nbytes
@@ -146,6 +138,21 @@ class ExpertLayers:
             quantised_experts.forget_tensors(layer)
             taken[stored.scheme] += 1
         return taken
+
+    def _made(self, layer: Any, stored: Any, activation: Activation) -> RoutedExperts:
+        """A layer's experts in the order of the kernel.
+
+        Raises:
+            UnsupportedError: a shape, a scale or a code that the kernels do not compute.
+
+        """
+        native = self._kernel.native
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        about = {"native": native, "level": self._kernel.level, "activation": activation}
+        if found := arranged(stored, native, activation.order, self._room):
+            return RoutedExperts.in_room(*found, *biases, **about)
+        weights = held(stored, native, activation.order)
+        return RoutedExperts.of_weights(weights, len(stored.w13), *biases, **about, room=self._room)
 
     def loaded(self, model: torch.nn.Module) -> str:
         """Say what was taken and what was not, now that all weights are there.

@@ -13,7 +13,7 @@ import torch
 
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.log import logger
-from ray_hetero.runtime.shared_pages import STEP, SharedPages
+from ray_hetero.runtime.shared_pages import LONG_STEP, STEP, SharedPages
 
 LINE = 64
 """Bytes of a cache line; weights begin with one."""
@@ -52,11 +52,19 @@ class Room:
 
     def moved(self, weight: HostWeight, half: int) -> HostWeight:
         """The weight, with its data behind the others of its half."""
-        data, begin = weight.data, self._ends[half]
-        self._ends[half] = end = begin + in_lines(data.nbytes)
-        self._take(begin, end, half)
-        place = self._memory[begin : begin + data.nbytes].view(data.dtype).view(data.shape)
+        data = weight.data
+        place = self.taken(data.nbytes, half).view(data.dtype).view(data.shape)
         return replace(weight, data=place.copy_(data))
+
+    def taken(self, nbytes: int, half: int) -> torch.Tensor:
+        """Memory behind the weights of a half, for one more: uint8, [bytes]."""
+        begin = self._ends[half]
+        self._ends[half] = end = begin + in_lines(nbytes)
+        self._take(begin, end, half)
+        return self._memory[begin : begin + nbytes]
+
+    def take_all(self) -> None:
+        """Take all memory at once, where weights are sure to fill it."""
 
     def _take(self, begin: int, end: int, half: int) -> None:
         """Provide memory for these bytes."""
@@ -80,6 +88,13 @@ class SharedRoom(Room):
         self.pages = SharedPages.made(left + right, "ray_hetero-weights")
         self._begin(self.pages.memory, (0, left))
         self._prepared = [0, left]
+
+    def take_all(self) -> None:
+        """Take all pages, in longer steps than as weights come."""
+        end, total = self.starts[1], len(self.pages.memory)
+        for begin in range(0, total, LONG_STEP):
+            self.pages.prepare(begin, min(begin + LONG_STEP, total))
+        self._prepared = [end, total]
 
     def _take(self, begin: int, end: int, half: int) -> None:
         if end > (prepared := self._prepared[half]):

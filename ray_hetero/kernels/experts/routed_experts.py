@@ -137,9 +137,26 @@ class RoutedExperts:
                                count * in_lines(down.data.nbytes)))  # fmt: skip
             moved.append((memory.moved(gate_up, 0), memory.moved(down, 1)))
         assert memory is not None, "a layer has experts"
+        return cls.in_room(
+            memory, moved, w13_bias, w2_bias, native=native, level=level, activation=activation
+        )
+
+    @classmethod
+    def in_room(
+        cls,
+        room: Room,
+        weights: list[tuple[HostWeight, HostWeight]],
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        *,
+        native: ModuleType,
+        level: Any,
+        activation: Activation = SILU,
+    ) -> Self:
+        """Experts whose weights are where they stay; see `of_weights`."""
         made = cls.__new__(cls)
-        made.room = memory
-        made._take(moved, w13_bias, w2_bias, native, level, activation)
+        made.room = room
+        made._take(weights, w13_bias, w2_bias, native, level, activation)
         return made
 
     def _take(

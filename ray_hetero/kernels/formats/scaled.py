@@ -8,7 +8,7 @@ decode step reads them (csrc/kernels/formats/scaled.h).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -26,6 +26,8 @@ GROUP_MULTIPLE = 4
 """Divisor of a group's number of inputs: what kernels expand at once."""
 LARGEST_SCALE = 2.0**100
 """Largest scale: far above what checkpoints hold, and below what overflows on the way."""
+LARGEST_E8M0 = 227
+"""Code of `LARGEST_SCALE` in E8M0; those above are larger, and 255 is NaN."""
 LANES = 16
 """Lanes of 32 bits in a register: in bf16 a row, two inputs of 32 outputs, fills two registers."""
 NATIVE_SCALES = {
@@ -167,6 +169,52 @@ class ScaledWeight(HostWeight):
         return cls(data.view(codes.shape[0], -1), encoding, codes.layout)
 
     @classmethod
+    def nbytes_of(cls, codes: Codes, native: ModuleType) -> int:
+        """Bytes of a weight in the order of the kernels.
+
+        Raises:
+            UnsupportedError: as `stored`.
+
+        """
+        cls._check(codes)
+        return int(codes.shape[0] // BLOCK * cls._encoding(codes, native).block_bytes)
+
+    @classmethod
+    def arranged(
+        cls, codes: Codes, raw: torch.Tensor, outputs: torch.Tensor, place: torch.Tensor,
+        native: ModuleType,
+    ) -> tuple[Self, Callable[[], None]]:  # fmt: skip
+        """A checkpoint's weight in memory that is there, and what writes it, in any thread.
+
+        Args:
+            codes: of the weight, which `nbytes_of` takes; their own tensor is not read.
+            raw: uint8, [N, bytes], the codes as the checkpoint has them; 4 bits: the first of two
+                in the lower half of a byte.
+            outputs: number of the stored output for each one of the weight.
+            place: uint8, bytes of the weight.
+            native: the module of the kernels.
+
+        """
+        import torch
+
+        encoding = cls._encoding(codes, native)
+        scales = codes.scales
+        if codes.layout.is_uniform or raw.stride(1) != 1 or codes.zeros is not None:
+            raise AssertionError("each output has scales of its own, and no zero points")
+        scales = scales.contiguous().view(torch.uint8)
+        order = outputs.tolist()
+
+        def write() -> None:
+            native.arrange(
+                codes=raw.data_ptr(), code_stride=raw.stride(0), scales=scales.data_ptr(),
+                scale_stride=scales.stride(0), inputs=codes.shape[1], groups=codes.groups,
+                scale_bytes=codes.scales.itemsize, bits=cls.bits, outputs=order, stored=len(raw),
+                block_bytes=encoding.block_bytes, to=place.data_ptr(),
+            )  # fmt: skip
+
+        return cls(place.view(codes.shape[0], -1), encoding, codes.layout), write
+
+    @classmethod
     @abstractmethod
     def values(cls, codes: torch.Tensor) -> torch.Tensor:
         """Values of codes, uint8, whatever the zero point; exact in bf16."""
@@ -204,6 +252,8 @@ class ScaledWeight(HostWeight):
 
     @classmethod
     def _check(cls, codes: Codes) -> None:
+        import torch
+
         outputs, inputs = codes.shape
         if outputs % BLOCK or inputs % BLOCK:
             raise UnsupportedError(
@@ -224,8 +274,12 @@ class ScaledWeight(HostWeight):
             raise UnsupportedError(
                 f"{cls.name}: the factor of all scales is {codes.factor}; the checkpoint is damaged"
             )
-        scales = codes.scales.float()
-        wrong = int((~(scales.abs() <= LARGEST_SCALE)).sum())
+        scales = codes.scales
+        wrong = 0
+        if scales.dtype != torch.float8_e8m0fnu:
+            wrong = int((~(scales.float().abs() <= LARGEST_SCALE)).sum())
+        elif (exponents := scales.view(torch.uint8)).max() > LARGEST_E8M0:
+            wrong = int((exponents > LARGEST_E8M0).sum())
         if wrong:
             raise UnsupportedError(
                 f"{cls.name}: {wrong} of {scales.numel()} scales are infinite, NaN or above "
