@@ -123,9 +123,12 @@ def _remote_experts(
         return handed
     stored = sum(_read(shape, layer.remote, ranks, run, one.figures) for one in stage.experts)
     flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(1) for t in layer.remote)
-    gpu = stage.ranks[0].figures
-    # Pieces are multiplied with while the next ones come.
-    linked = max(stored / min(host_links), flops / gpu.compute)
+    # Each GPU reads a part over its own link, all of them from the same memory, and multiplies with
+    # pieces while the next ones come.
+    memory = sum(one.figures.read_bandwidth for one in stage.experts)
+    gpus = len(stage.ranks)
+    read = min(gpus * min(host_links), memory)
+    linked = max(stored / read, flops / (gpus * stage.ranks[0].figures.compute))
     times, count = ExpertTimes(slowest / PICO, seconds, linked), shape.experts
     here = best_split(times, splits(count), count)
     if here == 0:

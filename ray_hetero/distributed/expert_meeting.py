@@ -3,7 +3,9 @@
 The rank of the stage listens on a Unix socket with an abstract name, which ends with the socket;
 once its model is loaded it hands its memory over to each expert rank that connects.  From then on
 the connection says nothing but that the other end is still there: of a process that ends, the
-system closes it.  See unix(7) for abstract addresses and for passing descriptors.
+system closes it.  The other ranks of a stage, which only read experts, listen in the same way and
+get an offer to read (expert_offers.py).  See unix(7) for abstract addresses and for passing
+descriptors.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ LIMIT = "startup.load_timeout_s"
 """Name of the setting that limits these waits."""
 
 
-def address_of(meeting: str, stage: int) -> bytes:
-    """The address of the rank that hands tokens of a stage over.
+def address_of(meeting: str, stage: int, rank: int = 0) -> bytes:
+    """The address of a rank of a stage, of which the first one hands tokens over.
 
     Args:
         meeting: a name that no other engine has.
         stage: number of the stage.
+        rank: its number in the stage.
 
     """
-    return f"\0ray_hetero-experts-{meeting}-{stage}".encode()
+    return f"\0ray_hetero-experts-{meeting}-{stage}-{rank}".encode()
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,16 @@ class ExpertMeeting:
     Args:
         meeting: a name that no other engine has.
         stage: number of the stage.
+        rank: number of the rank in its stage.
 
     Raises:
         OSError: the system gives no such socket.
 
     """
 
-    def __init__(self, meeting: str, stage: int) -> None:
+    def __init__(self, meeting: str, stage: int, rank: int = 0) -> None:
         self._listener = _socket()
-        self._listener.bind(address_of(meeting, stage))
+        self._listener.bind(address_of(meeting, stage, rank))
         self._listener.listen()
 
     def accept(
@@ -115,6 +119,31 @@ class ExpertMeeting:
             os.close(descriptor)
             self._listener.close()
         return memory, [found[number] for number in range(len(names))]
+
+    def accept_offers(self, names: Sequence[str], limit_s: float) -> list[socket.socket]:
+        """Wait for all expert ranks, in a rank that only reads experts.
+
+        Args:
+            names: what people call the expert ranks, by number.
+            limit_s: longest wait for all, in seconds.
+
+        Returns:
+            The connections by number of the expert rank.
+
+        Raises:
+            StartupError: one is late, or has ended.
+            AgreementError: one has no number of an expert rank, or another's.
+
+        """
+        deadline = time.monotonic() + limit_s
+        found: dict[int, socket.socket] = {}
+        try:
+            while len(found) < len(names):
+                number, connection = self._next(names, found.keys(), deadline, limit_s)
+                found[number] = connection
+        finally:
+            self._listener.close()
+        return [found[number] for number in range(len(names))]
 
     def _next(
         self, names: Sequence[str], there: Collection[int], deadline: float, limit_s: float
@@ -176,21 +205,8 @@ def reach(
     """
     deadline = time.monotonic() + limit_s
     who = f"the rank that hands tokens of stage {stage} over"
-    connection = _socket()
-    while True:
-        try:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            connection.connect(address_of(meeting, stage))
-            break
-        except (ConnectionRefusedError, BlockingIOError):
-            # Nobody listens yet, or too many connections wait there.
-            if time.monotonic() > deadline:
-                raise StartupError(f"{who} was not there in {limit_s:g} s ({LIMIT})") from None
-            time.sleep(POLL_SECONDS)
+    connection = _connected(address_of(meeting, stage), who, number, limit_s)
     with naming(who, limit_s):
-        if user_of(connection) != os.getuid():
-            raise ConnectionRefusedError("a process of another user listens there")
-        connection.send(str(number).encode())
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         told, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
         if not descriptors:
@@ -204,6 +220,45 @@ def reach(
         memory.bind(number, numa_nodes)
     connection.settimeout(None)
     return Reached(memory, layers, connection)
+
+
+def reach_reader(meeting: str, stage: int, rank: int, number: int, limit_s: float) -> socket.socket:
+    """Connect to a rank of a stage that only reads experts, in an expert rank.
+
+    Args:
+        meeting: as for `ExpertMeeting`.
+        stage: number of the stage.
+        rank: number of the rank in its stage.
+        number: of this expert rank among them.
+        limit_s: longest wait, in seconds.
+
+    Raises:
+        StartupError: that rank is late, or has ended.
+
+    """
+    who = f"rank {rank} of stage {stage}, which reads experts,"
+    return _connected(address_of(meeting, stage, rank), who, number, limit_s)
+
+
+def _connected(address: bytes, who: str, number: int, limit_s: float) -> socket.socket:
+    """A connection to a process of this user, which was told the number of this expert rank."""
+    deadline = time.monotonic() + limit_s
+    connection = _socket()
+    while True:
+        try:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            connection.connect(address)
+            break
+        except (ConnectionRefusedError, BlockingIOError):
+            # Nobody listens yet, or too many connections wait there.
+            if time.monotonic() > deadline:
+                raise StartupError(f"{who} was not there in {limit_s:g} s ({LIMIT})") from None
+            time.sleep(POLL_SECONDS)
+    with naming(who, limit_s):
+        if user_of(connection) != os.getuid():
+            raise ConnectionRefusedError("a process of another user listens there")
+        connection.send(str(number).encode())
+    return connection
 
 
 def _agreed(told: bytes, number: int) -> tuple[tuple[RemoteLayer, ...], Geometry]:

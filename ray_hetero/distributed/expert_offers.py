@@ -1,8 +1,8 @@
 """Offers of an expert rank to the stages beside its computing: its experts' memory to read, and
 how long its cores take.
 
-It is sent once over the connection that `expert_meeting` has made, behind the word that the expert
-rank is ready.
+It is sent once over each connection that `expert_meeting` has made; to the rank that hands tokens
+over, behind the word that the expert rank is ready.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ray_hetero.distributed.expert_meeting import MOST_BYTES, Reached, naming
+from ray_hetero.distributed.expert_meeting import MOST_BYTES, naming
+from ray_hetero.distributed.expert_memory import RemoteLayer
 from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.experts.expert_rates import CoreRates
 from ray_hetero.offload.experts.linked_experts import LinkedSlice, received
@@ -32,24 +33,28 @@ class Offer:
 
 
 def give(
-    reached: Reached, pages: Mapping[str, SharedPages], rates: CoreRates | None, limit_s: float
+    connection: socket.socket,
+    layers: Sequence[RemoteLayer],
+    pages: Mapping[str, SharedPages],
+    rates: CoreRates | None,
+    limit_s: float,
 ) -> None:
-    """Send the offer to a stage, in an expert rank.
+    """Send the offer to a rank of a stage, in an expert rank.
 
     Args:
-        reached: the stage.
+        connection: to that rank.
+        layers: of the stage.
         pages: sealed memory of layers by vLLM's name; those of other stages are left out.
         rates: of this rank's cores.
-        limit_s: longest wait for the stage, in seconds.
+        limit_s: longest wait for that rank, in seconds.
 
     Raises:
-        StartupError: the stage has ended, or is late.
+        StartupError: that rank has ended, or is late.
 
     """
-    names = [layer.name for layer in reached.layers if layer.name in pages]
+    names = [layer.name for layer in layers if layer.name in pages]
     first = {"layers": len(names), "points": None if rates is None else rates.points}
-    connection = reached.connection
-    with naming("the rank that hands tokens over", limit_s):
+    with naming("the rank of the stage", limit_s):
         connection.settimeout(limit_s)
         connection.send(json.dumps(first).encode())
         for name in names:

@@ -1,6 +1,6 @@
-"""Steps of many tokens whose experts a stage's GPU reads over its link, in place of handing tokens
-over to the expert ranks that hold them, or some of whose experts, while the expert ranks compute
-the others.
+"""Steps of many tokens whose experts a stage's GPUs read over their links, in place of handing
+tokens over to the expert ranks that hold them, or some of whose experts, while the expert ranks
+compute the others.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +24,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_rates import CoreRates, random_tokens
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.log import logger
+from ray_hetero.offload.experts.expert_pieces import WHOLE, Part
 from ray_hetero.offload.experts.expert_shares import ExpertShares
 from ray_hetero.offload.experts.gpu_experts import GpuExperts
 from ray_hetero.offload.experts.linked_experts import LinkedSlice
@@ -35,24 +38,60 @@ ROUNDS = 3
 """Rounds of a measurement, after one that builds kernels; the median counts."""
 
 
+@dataclass(frozen=True)
+class Readers:
+    """The GPUs of a stage, each of which reads a part of the experts."""
+
+    part: Part
+    """Part of this rank."""
+    gather: Callable[[Any], list[Any]]
+    """Collective of all ranks of the stage: gives their values by rank."""
+
+    @classmethod
+    def of(cls, group: Any, rank: int, size: int) -> Readers:
+        """All ranks of a stage.
+
+        Args:
+            group: of torch.distributed, over Gloo.
+            rank: this one's number in the group.
+            size: of the group.
+
+        """
+
+        def gather(value: Any) -> list[Any]:
+            found: list[Any] = [None] * size
+            torch.distributed.all_gather_object(found, value, group=group)
+            return found
+
+        return cls(Part(rank, size), gather)
+
+
+ALONE = Readers(WHOLE, lambda value: [value])
+"""A stage whose first GPU reads all experts."""
+
+
 class ExpertLink:
-    """Experts of large steps on this rank's GPU: all of a layer or its first ones.
+    """Experts of large steps on the GPUs of this rank's stage: all of a layer or some.
 
     Args:
-        experts: where.
-        shares: how many of a layer, by the number of tokens of a step.
-        channel: to the expert ranks, which compute the others.
+        experts: those that this rank's GPU reads.
+        shares: how many of a layer all GPUs compute, by the number of tokens of a step.
+        channel: to the expert ranks, which compute the others; None in ranks that hand nothing
+            over.
 
     """
 
-    def __init__(self, experts: GpuExperts, shares: ExpertShares, channel: ExpertChannel) -> None:
+    def __init__(
+        self, experts: GpuExperts, shares: ExpertShares, channel: ExpertChannel | None
+    ) -> None:
         self._experts = experts
-        self._others = OtherExperts(experts.device, channel)
+        self._others = None if channel is None else OtherExperts(experts.device, channel)
         self._is_gpu = experts.device.type == "cuda"
+        self._is_here: dict[tuple[int, int], torch.Tensor] = {}
         self.shares = shares
 
     def experts_here(self, tokens: int, layer: int) -> int:
-        """How many experts of a layer of a step are computed here, its first ones.
+        """How many experts of a layer of a step the stage's GPUs compute; the same on all of them.
 
         None of steps that are captured into CUDA graphs: a graph would read all experts, and could
         not leave out what came before.
@@ -64,7 +103,7 @@ class ExpertLink:
         return 0 if is_captured else here
 
     def begin(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int) -> None:
-        """Hand tokens over for the experts that are not computed here, and have others come.
+        """Hand tokens over for the experts that no GPU computes, and have the others' weights come.
 
         Args:
             x: [M, hidden]; like the others unchanged until `sums` of the same.
@@ -73,21 +112,32 @@ class ExpertLink:
             layer: its number.
 
         """
-        here = self.experts_here(len(x), layer)
-        if here < self._experts.count(layer):
-            self._others.begin(x, weights, ids, layer, here)
+        here, count = self.experts_here(len(x), layer), self._experts.count(layer)
+        if self._others is not None and here < count:
+            self._others.begin(x, weights, ids, layer, self._table(here, count))
         self._experts.begin(ids, layer, here)
 
     def sums(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        """Sums [M, hidden] of a layer that was begun; see `GpuExperts.sums`."""
-        layer_tokens.count_experts(len(x))
+        """Sums [M, hidden] of a layer that was begun, of which the stage adds up those of its
+        ranks; see `GpuExperts.sums`.
+        """
         here = self.experts_here(len(x), layer)
         others = None
-        if here < self._experts.count(layer):
-            others = functools.partial(self._others.sums, x, weights, layer)
+        if self._others is not None:
+            layer_tokens.count_experts(len(x))
+            if here < self._experts.count(layer):
+                others = functools.partial(self._others.sums, x, weights, layer)
         return self._experts.sums(x, weights, ids, layer, here, others)
+
+    def _table(self, here: int, count: int) -> torch.Tensor:
+        """Whether a GPU computes each expert of a layer of so many."""
+        if (here, count) not in self._is_here:
+            table = torch.zeros(count, dtype=torch.bool)
+            table[self._experts.part.of_all(here, count)] = True
+            self._is_here[here, count] = table.to(self._experts.device)
+        return self._is_here[here, count]
 
 
 def made(
@@ -95,21 +145,25 @@ def made(
     device: torch.device,
     layers: Sequence[RemoteLayer],
     offers: Sequence[Offer],
-    channel: ExpertChannel,
+    channel: ExpertChannel | None,
     *,
     dtype: torch.dtype,
     tokens: int,
+    readers: Readers = ALONE,
 ) -> ExpertLink | None:
-    """The link of a stage's first rank to its experts; None where the cores compute all tokens.
+    """The link of a rank to its stage's experts; None where it reads none.
+
+    All ranks of `readers` call it.
 
     Args:
         config: whether to, from how many tokens on, how much, and with how much memory of the GPU.
         device: the GPU; for tests the CPU.
         layers: of the stage.
         offers: of the expert ranks, in the order of their numbers.
-        channel: to them.
+        channel: to them, in the stage's first rank.
         dtype: of tokens.
         tokens: most of a step.
+        readers: the ranks that divide the experts among them.
 
     Raises:
         UnsupportedError: it was asked for, and cannot be had.
@@ -117,20 +171,39 @@ def made(
     """
     if not config.prefill_on_gpu or not layers:
         return None
-    rates = _rates(offers)
+    rates, is_first = _rates(offers), channel is not None or readers is ALONE
+    experts: GpuExperts | None = None
+    problem = ""
     try:
         slices = _slices(layers, offers, dtype)
         chosen = max(layer.chosen for layer in layers)
-        experts = GpuExperts(device, slices, chosen, config.prefill_gpu_gib)
+        experts = GpuExperts(device, slices, chosen, config.prefill_gpu_gib, readers.part)
     except UnsupportedError as error:
-        problem = f"experts of prompts are computed by the cores of expert ranks alone: {error}"
+        problem = str(error)
+    problems = readers.gather(problem)
+    if any(problems) and not is_first:
+        return None
+    if any(problems) and experts is not None:
+        # What another lacks may be memory of its GPU, which this one has.
+        experts = None
+        rank = next(number for number, one in enumerate(problems) if one)
+        logger.warning(
+            "the first GPU reads the experts of prompts for all GPUs of its stage, because rank %d "
+            "of the stage cannot: %s (experts.prefill_on_gpu)", rank, problems[rank],
+        )  # fmt: skip
+        return made(config, device, layers, offers, channel, dtype=dtype, tokens=tokens)
+    if experts is None:
+        problem = f"experts of prompts are computed by the cores of expert ranks alone: {problem}"
         if config.prefill_on_gpu is True:
-            raise UnsupportedError(f"{problem}. Set experts.prefill_on_gpu to false.") from None
+            raise UnsupportedError(f"{problem}. Set experts.prefill_on_gpu to false.")
         logger.warning("%s%s (experts.prefill_on_gpu)", problem, _cost(rates))
         return None
-    seconds = _measured(experts, layers, tokens)
+    # All at once, as in a prompt: they share the memory of the host.
+    readers.gather(None)
+    seconds = max(readers.gather(_measured(experts, layers, tokens)))
     shares = _shares(config, experts, layers, rates, seconds, len(offers), tokens)
-    _say(shares, experts, seconds, rates, tokens)
+    if is_first:
+        _say(shares, experts, seconds, rates, tokens)
     if shares is None:
         return None
     _build_kernels(experts, layers, shares, tokens)
@@ -145,24 +218,28 @@ def _say(
     tokens: int,
 ) -> None:
     """Write into the log who computes what, and what that follows from."""
+    gpus = experts.part.size
     measured = (
-        f"a layer takes it {1000 * seconds:.1f} ms for {min(MEASURED_TOKENS, tokens)} tokens"
-        f"{_cost(rates)}"
+        f"a layer takes {'it' if gpus == 1 else 'them'} {1000 * seconds:.1f} ms for "
+        f"{min(MEASURED_TOKENS, tokens)} tokens{_cost(rates)}"
     )
     if shares is None:
         logger.info(
             "experts of prompts are computed by the cores of expert ranks, because in steps of up "
-            "to %d tokens they are faster than the GPU over its link: %s (experts.prefill_on_gpu)",
+            "to %d tokens they are faster than %s: %s (experts.prefill_on_gpu)",
             tokens,
+            "the GPU over its link" if gpus == 1 else f"{gpus} GPUs over their links",
             measured,
         )
         return
     logger.info(
-        "experts of steps of %d tokens and more, except in CUDA graphs, are computed by the GPU%s: "
-        "it can read %.1f GiB of them over its link, %d experts at a time, and uses %.2f GiB of "
+        "experts of steps of %d tokens and more, except in CUDA graphs, are computed by %s%s: %s "
+        "can read %.1f GiB of them over its link, %d experts at a time, and uses %.2f GiB of "
         "its own memory (experts.prefill_on_gpu); %s",
         shares.tokens,
+        "the GPU" if gpus == 1 else f"the {gpus} GPUs of the stage",
         _split(shares, tokens),
+        "it" if gpus == 1 else "each",
         experts.nbytes / GIB,
         experts.experts,
         experts.gpu_bytes / GIB,
@@ -187,7 +264,7 @@ def _shares(
     ranks: int,
     tokens: int,
 ) -> ExpertShares | None:
-    """How many experts of a layer the GPU computes; None where it computes none of any step."""
+    """How many experts of a layer the GPUs compute; None where they compute none of any step."""
     layer = layers[experts.layers[0]]
     count = experts.count(experts.layers[0])
     asked, least = None, config.prefill_on_gpu_tokens

@@ -1,4 +1,4 @@
-"""Experts of a layer that the expert ranks compute while a GPU computes the layer's first ones."""
+"""Experts of a layer that the expert ranks compute while GPUs compute the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_hetero.offload.weights.link_reader import current
 
 
 class OtherExperts:
-    """Handover of a layer whose first experts the stage's GPU computes.
+    """Handover of a layer some of whose experts the stage's GPUs compute.
 
     Tokens and sums go through a stream of their own: the stream of the products would wait for the
     sockets between two pieces of weights, where they have no room for all tokens at once.
@@ -31,19 +31,24 @@ class OtherExperts:
         self._ids: torch.Tensor | None = None
 
     def begin(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int, first: int
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        layer: int,
+        is_here: torch.Tensor,
     ) -> None:
-        """Hand tokens over without the experts below a number.
+        """Hand tokens over without the experts that GPUs compute.
 
         Args:
             x: [M, hidden]; like the others unchanged until `sums` of the same.
             weights: [M, chosen].
             ids: [M, chosen]; a negative one is none.
             layer: its number.
-            first: the first expert that the expert ranks compute.
+            is_here: [experts of the layer], whether a GPU computes each.
 
         """
-        self._ids = ids.masked_fill(ids < first, -1)
+        self._ids = ids.masked_fill(is_here[ids.clamp(min=0)], -1)
         self._given.record(self._module.current_stream())
         with current(self._stream):
             self._stream.wait_event(self._given)

@@ -6,10 +6,12 @@ what the layer computes by itself is ordered between the two.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -20,13 +22,13 @@ from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
 from ray_hetero.distributed.expert_meeting import ExpertMeeting
 from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
-from ray_hetero.distributed.expert_prompts import ExpertLink
+from ray_hetero.distributed.expert_prompts import ExpertLink, Readers
 from ray_hetero.log import logger
 from ray_hetero.world import RankSpec
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _channels: list[ExpertChannel] = []
-"""Channel of this process: none before it is connected, then one."""
+"""Channel of this process: one in the first rank of a stage, once it is connected."""
 _links: list[ExpertLink] = []
 """Link of this process: one where its GPU computes experts of large steps, otherwise none."""
 
@@ -34,24 +36,26 @@ _links: list[ExpertLink] = []
 def _hand_over(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    (channel,) = _channels
     if link := _link_of(x, layer):
         link.begin(x, weights, ids, layer)
     elif x.shape[0]:
-        channel.begin(x, weights, ids, layer)
+        for channel in _channels:
+            channel.begin(x, weights, ids, layer)
     return x.new_empty(0)
 
 
 def _take(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, handed: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    (channel,) = _channels
     if not x.shape[0]:
         return torch.empty_like(x)
     if link := _link_of(x, layer):
-        channel.check()
+        for channel in _channels:
+            channel.check()
         return link.sums(x, weights, ids, layer)
-    return channel.sums(x, weights, ids, layer)
+    for channel in _channels:
+        return channel.sums(x, weights, ids, layer)
+    return torch.zeros_like(x)  # the stage's first rank has the sums
 
 
 def _link_of(x: torch.Tensor, layer: int) -> ExpertLink | None:
@@ -109,7 +113,8 @@ def are_remote(remote: int, layers: int) -> Callable[[str], bool]:
 class RemoteExperts:
     """The experts of this rank's stage that others compute; made before its model is loaded.
 
-    The stage's first rank hands tokens over, and has all sums; the others add nothing to them.
+    The stage's first rank hands tokens over, and has all sums of the expert ranks.  In large steps
+    every GPU of the stage may compute some experts itself, and their sums are added up.
 
     Args:
         rank: this one.
@@ -120,14 +125,16 @@ class RemoteExperts:
 
     def __init__(self, rank: RankSpec, layers: int, dtype: torch.dtype) -> None:
         self._world = rank.world
+        self._seat = rank.seat
         self._config = rank.engine.config
         self._tokens = rank.shared.max_num_batched_tokens
         self._dtype = dtype
         self._layers: list[RemoteLayer] = []
         self._channel: ExpertChannel | None = None
         self._meeting: ExpertMeeting | None = None
-        if rank.seat.tensor_rank == 0:
-            self._meeting = ExpertMeeting(rank.meeting, rank.seat.stage)
+        seat = rank.seat
+        if seat.tensor_rank == 0 or self._config.experts.prefill_on_gpu:
+            self._meeting = ExpertMeeting(rank.meeting, seat.stage, seat.tensor_rank)
         remote_experts.hand_experts_over(are_remote(rank.world.expert_layers, layers), self._take)
 
     @property
@@ -150,6 +157,9 @@ class RemoteExperts:
         if self._meeting is None:
             return
         names = [self._world.describe(seat.rank) for seat in self._world.experts]
+        if self._seat.tensor_rank > 0:
+            self._read(names)
+            return
         geometry = Geometry.of(
             self._layers, ranks=len(names), tokens=self._tokens, dtype=self._dtype
         )
@@ -171,21 +181,40 @@ class RemoteExperts:
             "experts of %d layers are computed by %s", len(self._layers), " and ".join(names)
         )
 
+    def _read(self, names: Sequence[str]) -> None:
+        """Wait for the expert ranks' offers to read, in a rank that hands no tokens over.
+
+        Raises:
+            StartupError: an expert rank is late, or has ended.
+
+        """
+        assert self._meeting is not None, "it listens"
+        limit_s = self._config.startup.load_timeout_s
+        connections = self._meeting.accept_offers(names, limit_s)
+        with contextlib.ExitStack() as stack:
+            for connection in connections:
+                stack.enter_context(connection)
+            offers = expert_offers.taken(connections, names, limit_s)
+        self._link_up(offers)
+
     def _link_up(self, offers: Sequence[Offer]) -> None:
-        """Compute experts of large steps on the GPU where that is possible.
+        """Compute experts of large steps on the GPUs of the stage where that is possible.
 
         Raises:
             UnsupportedError: it was asked for, and cannot be had.
 
         """
-        assert self._channel is not None, "it is connected"
         is_gpu = current_platform.is_cuda()
         device = (
             torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
         )
+        size = len(self._world.layout.stages[self._seat.stage])
+        readers = expert_prompts.ALONE
+        if size > 1:
+            readers = Readers.of(get_tp_group().cpu_group, self._seat.tensor_rank, size)
         link = expert_prompts.made(
             self._config.experts, device, self._layers, offers, self._channel,
-            dtype=self._dtype, tokens=self._tokens,
+            dtype=self._dtype, tokens=self._tokens, readers=readers,
         )  # fmt: skip
         _links[:] = [] if link is None else [link]
 

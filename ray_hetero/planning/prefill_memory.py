@@ -124,7 +124,7 @@ class ExpertSizes:
     """Bytes of a GPU that an expert takes which it reads over its link."""
 
     count: int
-    """Experts of a layer."""
+    """Experts of a layer that it reads, the most of all layers."""
     stored: int
     """Bytes of one expert as it is stored, all slices together."""
     expanded: int

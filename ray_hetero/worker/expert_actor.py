@@ -22,7 +22,7 @@ import torch
 
 from placement.units import MIB
 from ray_hetero.compat.worker import layer_partition
-from ray_hetero.distributed.expert_meeting import is_ready, reach
+from ray_hetero.distributed.expert_meeting import is_ready, reach, reach_reader
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
 from ray_hetero.distributed.stage_experts import are_remote
@@ -85,7 +85,7 @@ class ExpertActor:
         self._service = ExpertService(layers, number)
         self._rates = slot_rates(layers, ranks, rank.gpu)
         assert rank.seat.socket is not None
-        for stage in range(len(rank.world.layout.stages)):
+        for stage, kinds in enumerate(rank.world.layout.stages):
             reached = reach(
                 rank.meeting,
                 stage,
@@ -95,7 +95,14 @@ class ExpertActor:
             )
             self._service.add(reached)
             is_ready(reached)
-            give(reached, pages, rates, config.startup.load_timeout_s)
+            offer = (reached.layers, pages, rates, config.startup.load_timeout_s)
+            give(reached.connection, *offer)
+            if config.experts.prefill_on_gpu:
+                for reader in range(1, len(kinds)):
+                    with reach_reader(
+                        rank.meeting, stage, reader, number, config.startup.load_timeout_s
+                    ) as connection:
+                        give(connection, *offer)
 
     def run(self) -> None:
         """Compute experts until a rank of a stage ends.

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import psutil
+import pytest
 from engines import (
     NAME,
     START_SECONDS,
@@ -208,3 +209,30 @@ class FaultyServer:
 def seconds_since(start: float) -> float:
     """For reports."""
     return round(time.monotonic() - start, 1)
+
+
+def answers(server: FaultyServer) -> list[str]:
+    """Answers to a few prompts."""
+    return [ask(server.server, prompt=prompt, max_tokens=24) for prompt in prompts()[:6]]
+
+
+def lives_through(
+    server: FaultyServer, number: signal.Signals, rank: int, kind: str = "cpu"
+) -> None:
+    """Clients get an error that says why, others 503, until the server serves again."""
+    old = server.pids
+    clients = server.wait_until_in("decode")
+    pid = server.send(number, rank)
+    assert wait_until(lambda: server.server.get("/health").status_code == 503, STOP_SECONDS)
+    with pytest.raises(openai.InternalServerError, match="please retry") as refused:
+        ask(server.server, prompt=prompts()[3], max_tokens=4)
+    assert refused.value.status_code == 503
+    server.wait_for_new_ranks(old)
+    # A client that came late is answered by the new ranks.
+    errors = errors_of(clients)
+    assert errors
+    assert all("starts its ranks again" in one.message for one in errors)
+    # Which rank, where and why is in the log; clients are not told.
+    told = " ".join(one.message for one in (*errors, refused.value))
+    assert not re.search(rf"pid|node|{pid}|socket", told)
+    assert f"rank {rank} ({kind}" in server.log

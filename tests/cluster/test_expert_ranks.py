@@ -18,6 +18,7 @@ from engines import (
     Json,
     Model,
     batch,
+    compared_until_near_ties,
     engine,
     hetero,
     prompts,
@@ -261,8 +262,6 @@ def test_adapters_of_attention_work_beside_them(
 
 
 LINK_TOKENS = 64
-NEAR_TIE = 0.1
-"""Of logprobs in bfloat16: a rounding may exchange tokens that are nearer to each other."""
 
 
 @pytest.mark.slow
@@ -298,16 +297,6 @@ def test_prompts_of_many_tokens_read_the_experts_over_the_link(
         for (right,) in others:
             same = compared_until_near_ties(left, right)
             assert left["tokens"] == right["tokens"] if length < LINK_TOKENS else same
-
-
-def compared_until_near_ties(left: Json, right: Json) -> bool:
-    """Whether greedy tokens are the same, but for where two are likely alike."""
-    rows = zip(left["tokens"][0], right["tokens"][0], left["logprobs"][0], strict=True)
-    for one, other, values in rows:
-        if one != other:
-            first, second = sorted(values.values(), reverse=True)[:2]
-            return bool(first - second < NEAR_TIE)
-    return True
 
 
 @pytest.mark.slow

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from engines import STOP_SECONDS, Model, prompts, wait_until_healthy
-from faulty_server import FaultyServer, ask, errors_of
-from leftovers import Scene, segments, wait_until
+from engines import STOP_SECONDS, Model, wait_until_healthy
+from faulty_server import FaultyServer, answers, errors_of, lives_through
+from leftovers import Scene, segments
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
-
-
-def _answers(server: FaultyServer) -> list[str]:
-    return [ask(server.server, prompt=prompt, max_tokens=24) for prompt in prompts()[:6]]
-
-
-def _lives_through(
-    server: FaultyServer, number: signal.Signals, rank: int, kind: str = "cpu"
-) -> None:
-    """Clients get an error that says why, others 503, until the server serves again."""
-    old = server.pids
-    clients = server.wait_until_in("decode")
-    pid = server.send(number, rank)
-    assert wait_until(lambda: server.server.get("/health").status_code == 503, STOP_SECONDS)
-    with pytest.raises(openai.InternalServerError, match="please retry") as refused:
-        ask(server.server, prompt=prompts()[3], max_tokens=4)
-    assert refused.value.status_code == 503
-    server.wait_for_new_ranks(old)
-    # A client that came late is answered by the new ranks.
-    errors = errors_of(clients)
-    assert errors
-    assert all("starts its ranks again" in one.message for one in errors)
-    # Which rank, where and why is in the log; clients are not told.
-    told = " ".join(one.message for one in (*errors, refused.value))
-    assert not re.search(rf"pid|node|{pid}|socket", told)
-    assert f"rank {rank} ({kind}" in server.log
 
 
 def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
@@ -49,13 +21,13 @@ def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:
         scene, logs / "restart", model("llama"), max_restarts=2, serving={"step_timeout_s": 8}
     )
     wait_until_healthy(server.server)
-    wanted = _answers(server)
+    wanted = answers(server)
     # In the prefix cache of ranks that will be gone.
-    assert _answers(server) == wanted
-    _lives_through(server, signal.SIGKILL, rank=0)
-    assert _answers(server) == wanted
-    _lives_through(server, signal.SIGSTOP, rank=1)
-    assert _answers(server) == wanted
+    assert answers(server) == wanted
+    lives_through(server, signal.SIGKILL, rank=0)
+    assert answers(server) == wanted
+    lives_through(server, signal.SIGSTOP, rank=1)
+    assert answers(server) == wanted
     clients = server.wait_until_in("prefill")
     pid = server.send(signal.SIGKILL, rank=1)
     assert server.server.child.wait(STOP_SECONDS) == 1
@@ -84,10 +56,10 @@ def test_so_do_engines_with(name: str, scene: Scene, logs: Path, model: Model) -
     directory = logs / name.replace(" ", "-")
     server = FaultyServer(scene, directory, model(architecture), max_restarts=2, **arguments)
     wait_until_healthy(server.server)
-    wanted = _answers(server)
+    wanted = answers(server)
     for rank, killed in ((1, kind), (0, "cpu" if kind == "cpu" else "gpu")):
-        _lives_through(server, signal.SIGKILL, rank, killed)
-        assert _answers(server) == wanted
+        lives_through(server, signal.SIGKILL, rank, killed)
+        assert answers(server) == wanted
     server.server.child.signal(signal.SIGTERM)
     server.server.child.wait(STOP_SECONDS)
     scene.assert_clean()
@@ -103,11 +75,11 @@ KILLS = int(os.environ.get("RAY_HETERO_TEST_KILLS", "20"))
 def test_many_kills_in_a_row_leave_nothing_behind(scene: Scene, logs: Path, model: Model) -> None:
     server = FaultyServer(scene, logs / "many", model("llama"), max_restarts=KILLS)
     wait_until_healthy(server.server)
-    wanted = _answers(server)
+    wanted = answers(server)
     engine, sizes, memory = server.engine, [], []
     for kill in range(KILLS):
-        _lives_through(server, signal.SIGKILL, rank=kill % 2)
-        assert _answers(server) == wanted
+        lives_through(server, signal.SIGKILL, rank=kill % 2)
+        assert answers(server) == wanted
         sizes.append((engine.num_fds(), engine.num_threads(), len(segments() - scene.before)))
         memory.append(engine.memory_full_info().uss >> 20)
     # The first one makes what later ones use again.  A thread more or less at one moment is no

@@ -11,7 +11,7 @@ from ray_hetero.kernels.experts.activations import Activation, Order
 from ray_hetero.kernels.experts.routed_experts import HALF_BLOCK
 from ray_hetero.offload.expand.expansions import stack_expansion
 from ray_hetero.offload.expand.stacks import Stack, StackExpansion
-from ray_hetero.offload.experts.expert_pieces import Run
+from ray_hetero.offload.experts.expert_pieces import WHOLE, Part, Run
 from ray_hetero.offload.experts.linked_experts import Half, LinkedSlice
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANSION_BYTES, ExpertSizes
 
@@ -194,12 +194,12 @@ def _biases_of(slices: Sequence[LinkedSlice], device: torch.device) -> Biases:
     return w13_bias, w2_bias
 
 
-def sizes_of(layers: Sequence[Sequence[LinkedSlice]]) -> ExpertSizes:
-    """Bytes of a GPU that an expert of these layers takes."""
+def sizes_of(layers: Sequence[Sequence[LinkedSlice]], part: Part = WHOLE) -> ExpertSizes:
+    """Bytes of a GPU that an expert of a part of these layers takes."""
     halves = [[half for one in slices for half in one.halves] for slices in layers]
     stacks = [stack for some in halves for half in some for stack in half.stacks]
     return ExpertSizes(
-        count=max(slices[0].count for slices in layers),
+        count=max(len(part.block(slices[0].count)) for slices in layers),
         stored=sum(max(half.most_bytes for half in same) for same in zip(*halves, strict=True)),
         expanded=BF16_BYTES
         * sum(max(_elements(slices, half) for slices in layers) for half in range(2)),

@@ -24,6 +24,40 @@ def runs_of(experts: Sequence[int]) -> tuple[Run, ...]:
     return tuple((some[0], some[-1] + 1) for some in members)
 
 
+@dataclass(frozen=True)
+class Part:
+    """The experts of a layer that one GPU of a stage reads: neighbours, as many as every other."""
+
+    rank: int = 0
+    """Of the GPU in its stage."""
+    size: int = 1
+    """GPUs that divide a layer's experts among them."""
+
+    def block(self, count: int) -> range:
+        """All experts that this GPU may be asked for, of a layer of so many."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def first(self, experts: int, count: int) -> range:
+        """What this GPU computes where all of them compute so many experts of a layer.
+
+        Args:
+            experts: of all GPUs together, at most those of the layer; a GPU whose block is too
+                small for its share computes the block.
+            count: experts of the layer.
+
+        """
+        return self.block(count)[: len(self.block(experts))]
+
+    def of_all(self, experts: int, count: int) -> list[int]:
+        """What all GPUs compute, see `first`."""
+        parts = (Part(rank, self.size) for rank in range(self.size))
+        return [expert for part in parts for expert in part.first(experts, count)]
+
+
+WHOLE = Part()
+"""The part of a GPU that reads all experts of a stage."""
+
+
 @dataclass(eq=False)
 class Piece:
     """Some experts of a layer, in the order of their numbers."""
@@ -39,12 +73,13 @@ class Piece:
 
 class ExpertPieces:
     """The pieces of layers, each with what comes after it in a step that computes as many of the
-    first experts of every layer.
+    first experts of every layer's part.
 
     Args:
         device: the GPU.
         layers: slices of each by its number; None is a layer that is not read.
         most: experts of a piece.
+        part: of every layer, that is read here.
 
     """
 
@@ -53,15 +88,19 @@ class ExpertPieces:
         device: torch.device,
         layers: Sequence[tuple[LinkedSlice, ...] | None],
         most: int,
+        part: Part,
     ) -> None:
         self._device = device
+        self._part = part
         self._layers = layers
         self._most = most
         self._chains: dict[int, dict[int, tuple[Piece, ...]]] = {}
         self._places: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def first(self, layer: int, experts: int) -> tuple[Piece, ...]:
-        """The pieces of so many experts of a layer, its first ones; always the same objects."""
+        """The pieces of so many experts of a layer's part, its first ones, one at least; always the
+        same objects.
+        """
         if experts not in self._chains:
             self._chains[experts] = dict(self._chain(experts))
         return self._chains[experts][layer]
@@ -83,13 +122,13 @@ class ExpertPieces:
                 before = None
                 continue
             count = slices[0].count
-            last = min(experts, count)
+            asked = self._part.block(count)[:experts]
             # As alike as can be: while the largest one comes, nothing else does.
-            each = -(-last // -(-last // self._most))
+            each = -(-len(asked) // -(-len(asked) // self._most))
             pieces = _in_order(
                 Piece(slices, ((begin, end),), self._places_of_run(begin, end, count))
-                for begin in range(0, last, each)
-                for end in [min(begin + each, last)]
+                for begin in asked[::each]
+                for end in [min(begin + each, asked.stop)]
             )
             if before is not None:
                 before.after = pieces[0]

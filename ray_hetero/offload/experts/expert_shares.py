@@ -74,4 +74,4 @@ class ExpertShares:
     def described(self, sizes: Sequence[int]) -> str:
         """The shares in steps of some sizes, for people."""
         said = (f"{self.experts(size, self.count)} in steps of {size} tokens" for size in sizes)
-        return f"of {self.count} experts of a layer the GPU computes {', '.join(said)}"
+        return f"of {self.count} experts of a layer {', '.join(said)}"

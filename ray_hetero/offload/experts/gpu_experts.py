@@ -4,8 +4,9 @@ A step of many tokens uses nearly all experts of a layer, whose weights cross th
 that it takes whatever the number of tokens; the sockets' time grows with it.  The GPU reads the
 weights from the expert ranks' memory as they are stored, page-locked, piece by piece and ahead of
 their use (expert_pieces.py), expands them to bf16, puts the ranks' slices together, and multiplies
-with vLLM's kernel for experts.  It may do so for a layer's first experts only, while the sockets
-compute the others.
+with vLLM's kernel for experts.  It may do so for some of a layer's experts only, while the sockets
+compute the others.  Where a stage has several GPUs, each reads a part of every layer over its own
+link, and the stage adds their sums up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import Activation
 from ray_hetero.kernels.experts.experts_one_by_one import multiplied_one_by_one
 from ray_hetero.offload.experts.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
-from ray_hetero.offload.experts.expert_pieces import ExpertPieces, ExpertReader, Piece
+from ray_hetero.offload.experts.expert_pieces import WHOLE, ExpertPieces, ExpertReader, Part, Piece
 from ray_hetero.offload.experts.linked_experts import LinkedSlice, check
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPERT_WORK_BYTES, ExpertSizes
 from ray_hetero.runtime.gpu_memory import lock_pages
@@ -43,10 +44,11 @@ class GpuExperts:
         layers: slices of each layer by the number of the expert rank; None is a layer of others.
         chosen: experts of a token, the most of all layers.
         budget_gib: memory of the GPU that may be taken, in GiB, or auto.
+        part: of every layer's experts, that this GPU reads.
 
     Raises:
-        UnsupportedError: the budget is too small, the GPU has no memory left, or the pages of the
-            host cannot be locked.
+        UnsupportedError: the budget is too small, a layer has fewer experts than there are GPUs,
+            the GPU has no memory left, or the pages of the host cannot be locked.
         AgreementError: the slices of a layer have different shapes.
 
     """
@@ -57,13 +59,21 @@ class GpuExperts:
         layers: Sequence[Sequence[LinkedSlice] | None],
         chosen: int,
         budget_gib: float | Literal["auto"],
+        part: Part = WHOLE,
     ) -> None:
         self.device = device
         """Device that computes the experts."""
         given = [tuple(slices) for slices in layers if slices is not None]
         for slices in given:
             check(slices)
-        sizes = sizes_of(given)
+        self.part = part
+        """Part of every layer's experts that is read here."""
+        least = min((slices[0].count for slices in given), default=part.size)
+        if least < part.size:
+            raise UnsupportedError(
+                f"a layer has {least} experts, fewer than the {part.size} GPUs of the stage"
+            )
+        sizes = sizes_of(given, part)
         budget = sizes.budget(budget_gib)
         self.experts = sizes.experts_of_a_piece(budget)
         """Experts of a piece."""
@@ -74,7 +84,7 @@ class GpuExperts:
                 f"but experts.prefill_gpu_gib is {budget / GIB:.2f}"
             )
         self._pieces = ExpertPieces(
-            device, [None if one is None else tuple(one) for one in layers], self.experts
+            device, [None if one is None else tuple(one) for one in layers], self.experts, part
         )
         self._all = sizes.count
         self.gpu_bytes = sizes.gpu_bytes(self.experts)
@@ -97,8 +107,10 @@ class GpuExperts:
     def _lock_pages(self, layers: Sequence[Sequence[LinkedSlice]]) -> None:
         if self.device.type != "cuda":
             return
-        for half in (half for slices in layers for one in slices for half in one.halves):
-            lock_pages(half.memory)
+        for one in (one for slices in layers for one in slices):
+            block = self.part.block(one.count)
+            for half in one.halves:
+                lock_pages(half.memory[half.begin(block.start) : half.begin(block.stop)])
 
     def _allocate(
         self, layers: Sequence[Sequence[LinkedSlice]], sizes: ExpertSizes, chosen: int
@@ -131,8 +143,13 @@ class GpuExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' experts in the host's memory."""
-        return sum(one.nbytes for layer in self._layers.values() for one in layer.slices)
+        """Bytes of the parts of all layers' experts in the host's memory."""
+        return sum(
+            half.begin(block.stop) - half.begin(block.start)
+            for layer in self._layers.values()
+            for block in [self.part.block(layer.count)]
+            for half in layer.halves
+        )
 
     def count(self, layer: int) -> int:
         """Experts of a layer."""
@@ -157,7 +174,7 @@ class GpuExperts:
         return kernel_tokens(*shapes, chosen, least, min(most, self._chunk))
 
     def begin(self, ids: torch.Tensor, layer: int, experts: int | None = None) -> None:
-        """Order what a layer's `sums` will read, before its tokens are known.
+        """Order the weights that a layer's `sums` will read, before its tokens are known.
 
         Args:
             ids: as for `sums`.
@@ -167,7 +184,8 @@ class GpuExperts:
         """
         asked = self._layers[layer]
         if not self._looks(ids, asked):
-            self._reader.expect(self._first_pieces(layer, experts)[0])
+            if pieces := self._first_pieces(layer, experts):
+                self._reader.expect(pieces[0])
             return
         used = self._used[: asked.count].zero_()
         used.scatter_(0, ids.clamp(min=0).flatten().long(), 1)
@@ -183,14 +201,16 @@ class GpuExperts:
         experts: int | None = None,
         others: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Sums [M, hidden] over the experts of each token; behind `begin` of the same.
+        """Sums [M, hidden] over the experts of each token that are computed here; behind `begin` of
+        the same.
 
         Args:
             x: [M, hidden], bf16.
             weights: [M, chosen], float32.
             ids: [M, chosen]; a negative one is none, and adds nothing.
             layer: its number.
-            experts: how many of the layer's experts, its first ones; all unless given.
+            experts: how many of the layer's experts all GPUs compute, each the first ones of its
+                part; all unless given.
             others: gives sums [M, hidden] of the other ones, which are added; called once all
                 products here are ordered.
 
@@ -232,15 +252,19 @@ class GpuExperts:
         return unused > UNUSED
 
     def _first_pieces(self, layer: int, experts: int | None) -> tuple[Piece, ...]:
-        if experts is None or experts >= self.count(layer):
+        count = self.count(layer)
+        if experts is None or experts >= count:
             # Whole layers follow each other, whatever the number of their experts.
-            experts = self._all
-        return self._pieces.first(layer, experts)
+            return self._pieces.first(layer, self._all)
+        mine = len(self.part.first(experts, count))
+        return self._pieces.first(layer, mine) if mine else ()
 
     def _used_pieces(self, layer: int, experts: int | None) -> tuple[Piece, ...]:
         self._looked.synchronize()
-        used = self._used_here[: self.count(layer)][:experts].nonzero().flatten().tolist()
-        return self._pieces.of(layer, used)
+        count = self.count(layer)
+        mine = self.part.first(count if experts is None else min(experts, count), count)
+        used = self._used_here[mine.start : mine.stop].nonzero().flatten() + mine.start
+        return self._pieces.of(layer, used.tolist())
 
     def _stream(self) -> Any:
         return self._module.current_stream()

@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
 from ray_hetero.distributed import expert_offers, shared_sums  # noqa: E402
-from ray_hetero.distributed.expert_meeting import ExpertMeeting, reach  # noqa: E402
+from ray_hetero.distributed.expert_meeting import ExpertMeeting, address_of, reach  # noqa: E402
 from ray_hetero.distributed.expert_memory import (  # noqa: E402
     Geometry,
     HandoverMemory,
@@ -368,7 +368,7 @@ def test_an_expert_rank_of_no_known_number_is_named(message: bytes) -> None:
     ends = []
     for content in (b"1", message):
         ends.append(unix_sockets.unix_socket(LIMIT_S))
-        ends[-1].connect(f"\0ray_hetero-experts-{meeting}-0".encode())
+        ends[-1].connect(address_of(meeting, 0))
         ends[-1].send(content)
     with pytest.raises(AgreementError, match=r"^expert rank 6 has sent something else"):
         stage.accept(geometry, layers, ["expert rank 6", "expert rank 7"], LIMIT_S)
@@ -382,6 +382,6 @@ def test_an_expert_rank_that_closes_at_once_is_told_as_missing() -> None:
     stage = ExpertMeeting(meeting, 0)
     geometry = Geometry.of((), ranks=2, tokens=1, dtype=torch.float32)
     with unix_sockets.unix_socket(LIMIT_S) as end:
-        end.connect(f"\0ray_hetero-experts-{meeting}-0".encode())
+        end.connect(address_of(meeting, 0))
     with pytest.raises(StartupError, match=r"^expert rank 6 and expert rank 7 has closed"):
         stage.accept(geometry, (), ["expert rank 6", "expert rank 7"], LIMIT_S)

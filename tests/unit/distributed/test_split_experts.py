@@ -32,6 +32,7 @@ from ray_hetero.distributed.expert_service import ExpertService, HeldLayer  # no
 from ray_hetero.distributed.split_experts import OtherExperts  # noqa: E402
 from ray_hetero.errors import RankError  # noqa: E402
 from ray_hetero.kernels.layers import layer_tokens  # noqa: E402
+from ray_hetero.offload.experts.expert_pieces import Part  # noqa: E402
 from ray_hetero.offload.experts.expert_shares import ExpertShares  # noqa: E402
 from ray_hetero.offload.experts.gpu_experts import GpuExperts  # noqa: E402
 
@@ -131,6 +132,27 @@ def test_a_split_step_is_the_whole_one_however_many_handovers_it_takes(ranks: in
             handed = 0 if experts == EXPERTS else len(layers) * tokens
             assert stage.totals("layer_tokens") == [one + handed for one in before]
         assert link.experts_here(7, 0) == 0
+
+
+def test_a_rank_that_hands_nothing_over_adds_the_sums_of_its_part() -> None:
+    torch.manual_seed(5)
+    layer = Layer("packed", 1)
+    with stage_of([layer]) as stage:
+        stage.start()
+        shares = ExpertShares(EXPERTS, ((8, 4), (60, EXPERTS)))
+        parts = [
+            GpuExperts(CPU, [layer.slices], CHOSEN, "auto", Part(rank, 2)) for rank in range(2)
+        ]
+        first, second = (
+            ExpertLink(parts[0], shares, stage.channel),
+            ExpertLink(parts[1], shares, None),
+        )
+        for tokens in (8, 45, 60):
+            given = routed(tokens)
+            layer_tokens.take()
+            total = computed(first, given).float() + computed(second, given).float()
+            assert_close(total.bfloat16(), layer.expected(*given))
+            assert layer_tokens.take().experts_on_gpu == tokens
 
 
 def test_sockets_read_only_the_experts_that_are_left_to_them() -> None:
@@ -236,7 +258,7 @@ def test_the_stream_of_the_handover_leaves_that_of_the_products_and_joins_it() -
     others._module = SimpleNamespace(current_stream=lambda: products)
     others._stream, others._given, others._summed = Stream("beside"), Event("x"), Event("sums")
     x, weights, ids = torch.zeros(1, 4), torch.ones(1, 3), torch.tensor([[4, 1, -1]])
-    others.begin(x, weights, ids, 0, 2)
+    others.begin(x, weights, ids, 0, torch.arange(EXPERTS) < 2)
     assert others.sums(x, weights, 0) is x
     assert done == [
         "products records x", "beside waits for x", "handed over [[4, -1, -1]]", "waits for sums",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ from ray_hetero.kernels.experts.quantised_experts import KINDS  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS  # noqa: E402
 from ray_hetero.offload.experts import gpu_experts  # noqa: E402
 from ray_hetero.offload.experts.expert_expansion import sizes_of  # noqa: E402
-from ray_hetero.offload.experts.expert_pieces import runs_of  # noqa: E402
+from ray_hetero.offload.experts.expert_pieces import Part, runs_of  # noqa: E402
 from ray_hetero.offload.experts.expert_shares import ExpertShares  # noqa: E402
 from ray_hetero.offload.experts.gpu_experts import GpuExperts  # noqa: E402
 from ray_hetero.offload.experts.linked_experts import LinkedSlice, shared  # noqa: E402
@@ -119,6 +120,42 @@ def test_sums_of_a_split_layer_are_those_of_the_whole(kind: str, ranks: int) -> 
             assert_close(found, whole.float())
             assert not found[5].any()
             assert torch.equal(found, split(gpu, layer, given, experts))
+
+
+@pytest.mark.parametrize("size", [2, 3, EXPERTS])
+def test_parts_of_several_gpus_add_up_to_the_whole(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(9)
+    layer = Layer("compact", 2, inner=128)
+    x, weights, ids = routed(70)
+    ids[5] = -1
+    parts = [Part(rank, size) for rank in range(size)]
+    gpus = [GpuExperts(CPU, [layer.slices], CHOSEN, "auto", part) for part in parts]
+    read = [pieces_read(gpu, monkeypatch) for gpu in gpus]
+    assert sum(gpu.nbytes for gpu in gpus) == sum(one.nbytes for one in layer.slices)
+    for experts in (EXPERTS, 5, 1):
+        for pieces in read:
+            pieces.clear()
+        here = parts[0].of_all(experts, EXPERTS)
+        is_here = torch.zeros(EXPERTS, dtype=torch.bool)
+        is_here[here] = True
+        left = ids.masked_fill(is_here[ids.clamp(min=0)], -1)
+        total = sum(rank(x, weights, left).float() for rank in layer.ranks)
+        for gpu in gpus:
+            gpu.begin(ids, 0, experts)
+            total += gpu.sums(x, weights, ids, 0, experts).float()
+        assert_close(total.bfloat16(), layer.expected(x, weights, ids))
+        # Every expert is read once, by the GPU whose it is.
+        assert [one for pieces in read for some in pieces for one in some] == here
+        assert len(here) == experts
+        for part, pieces in zip(parts, read, strict=True):
+            assert {one for some in pieces for one in some} <= set(part.block(EXPERTS))
+
+
+def test_more_gpus_than_experts_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="7 experts, fewer than the 8 GPUs of the stage"):
+        GpuExperts(CPU, [Layer("packed", 1).slices], CHOSEN, "auto", Part(0, EXPERTS + 1))
 
 
 def pieces_read(gpu: GpuExperts, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -299,8 +336,8 @@ def test_weights_of_a_rank_that_has_died_can_still_be_read() -> None:
     def offer() -> None:
         pages = shared(layer.ranks[0])
         assert pages is not None
-        asked: Any = SimpleNamespace(layers=(ASKED, RemoteLayer("b", 1, 1)), connection=theirs)
-        expert_offers.give(asked, {"a": pages, "c": pages}, rates, 20)
+        layers = (ASKED, RemoteLayer("b", 1, 1))
+        expert_offers.give(theirs, layers, {"a": pages, "c": pages}, rates, 20)
 
     process = multiprocessing.get_context("fork").Process(target=offer)
     process.start()
@@ -369,7 +406,7 @@ def test_experts_are_split_where_sockets_and_link_take_as_long(
     # Of 7 experts the link reads 1, 2, 3 in 1/7, 2/7, 3/7 s; the cores take 1/8 to 1 s for all.
     assert [link.experts_here(tokens, 0) for tokens in (7, 16, 32, 64)] == [0, 1, 2, 4]
     assert (
-        "computed by the GPU, together with the cores (of 7 experts of a layer the GPU computes "
+        "computed by the GPU, together with the cores (of 7 experts of a layer "
         "1 in steps of 16 tokens, 4 in steps of 64 tokens): it can read 0.0 GiB"
     ) in said.text
     # What is asked for, from where that is faster than the cores alone.
@@ -379,6 +416,70 @@ def test_experts_are_split_where_sockets_and_link_take_as_long(
     link = linked([offered(((16, 0.25), (64, 2.0)))], prefill_gpu_share=1.0)
     assert link is not None
     assert link.shares.points[0][1] == EXPERTS
+
+
+class Stage:
+    """The ranks of a stage as threads, which gather what they say."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._said: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=60)
+
+    def readers(self, rank: int) -> expert_prompts.Readers:
+        def gather(value: Any) -> list[Any]:
+            self._said[rank] = value
+            self._barrier.wait()
+            found = list(self._said)
+            self._barrier.wait()
+            return found
+
+        return expert_prompts.Readers(Part(rank, self._size), gather)
+
+    def links(self, offer: Offer, budgets: Sequence[Any]) -> list[expert_prompts.ExpertLink | None]:
+        """The links of all ranks, which may take so much of their GPUs."""
+
+        def link(rank: int) -> expert_prompts.ExpertLink | None:
+            channel: Any = "a channel" if rank == 0 else None
+            return expert_prompts.made(
+                ExpertsConfig(ranks=1, prefill_gpu_gib=budgets[rank]), CPU, [ASKED], [offer],
+                channel, dtype=torch.bfloat16, tokens=64, readers=self.readers(rank),
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(self._size) as pool:
+            return list(pool.map(link, range(self._size)))
+
+
+def test_the_gpus_of_a_stage_agree_on_what_each_reads(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_prompts, "OtherExperts", lambda *given: None)
+    taken = iter([0.5, 1.0])
+    monkeypatch.setattr(expert_prompts, "_measured", lambda *given: next(taken))
+    offer = offered(((16, 0.25), (64, 1.0)))
+    first, second = Stage(2).links(offer, ["auto", "auto"])
+    assert first is not None
+    assert second is not None
+    # The slower one counts, as for one GPU that takes a second.
+    assert first.shares == second.shares
+    assert [first.experts_here(tokens, 0) for tokens in (7, 16, 32, 64)] == [0, 1, 2, 4]
+    assert said.text.count("are computed by the 2 GPUs of the stage") == 1
+
+
+def test_one_gpu_reads_all_experts_where_another_has_no_room(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_prompts, "OtherExperts", lambda *given: None)
+    offer = offered(((16, 1e3), (64, 1e4)))
+    first, *others = Stage(3).links(offer, ["auto", "auto", 0.01])
+    assert first is not None
+    assert others == [None, None]
+    assert "because rank 2 of the stage cannot: this needs at least" in said.text
+    assert "are computed by the GPU: it can read" in said.text
+    with pytest.raises(UnsupportedError, match=r"prefill_gpu_gib is 0\.01"):
+        linked([offer], prefill_on_gpu=True, prefill_gpu_gib=0.01)
+    assert Stage(2).links(offer, [0.01, "auto"]) == [None, None]
+    assert "computed by the cores of expert ranks alone" in said.text
 
 
 def test_kernels_of_all_sizes_are_built_before_the_first_prompt(
