@@ -214,10 +214,24 @@ def layout_of_notes(notes: list[str]) -> str | None:
 
 
 def run_engine(
-    engine: dict[str, Any], options: argparse.Namespace, log: Path, limit_s: float
+    engine: dict[str, Any],
+    options: argparse.Namespace,
+    log: Path,
+    limit_s: float,
+    *,
+    script: str = __file__,
 ) -> dict[str, Any]:
-    """Steps of an engine in a process of its own, which is ended after its time."""
-    words = [sys.executable, __file__, "--out", str(options.out), "--engine", json.dumps(engine)]
+    """Steps of an engine in a process of its own, which is ended after its time.
+
+    Args:
+        engine: arguments, which the script gets behind `--engine`.
+        options: with the folder for results.
+        log: for the output.
+        limit_s: seconds after which it is ended.
+        script: a benchmark whose process says results in lines that begin with RESULT.
+
+    """
+    words = [sys.executable, script, "--out", str(options.out), "--engine", json.dumps(engine)]
     began = time.monotonic()
     with log.open("w") as file:
         child = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)

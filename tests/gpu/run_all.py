@@ -77,6 +77,7 @@ PARTS = (
     Part("faults", "test_gpu_faults.py", 700),
     Part("cycles", "test_cycles.py", 1200),
     Part("two_gpus", "test_two_gpus.py", 900, gpus=2),
+    Part("four_gpus", "test_four_gpus.py", 900, gpus=4),
 )
 
 

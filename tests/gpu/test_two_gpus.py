@@ -21,11 +21,13 @@ CASES = [
     Case("llama", "bfloat16", "cc/gg", is_compiled=True),
     Case("qwen3", "float32", "gg/cc"),
     Case("mixtral", "float32", "cc/gg"),
-    # The first GPU of a stage hands the tokens over; the others add nothing to the sums.
+    # The first GPU of a stage hands the tokens over; the others add what they compute themselves.
     Case("mixtral", "float32", "gg", experts=1),
     Case("mixtral", "bfloat16", "gg", experts=2, is_compiled=True),
     Case("gpt_oss", "float32", "gg", experts=2),
     Case("mixtral", "float32", "g/g", experts=1),
+    Case("qwen3_moe", "bfloat16", "gg", is_long=True, experts=2, is_linked=True),
+    Case("qwen3_moe", "bfloat16", "gg", is_long=True, experts=2, is_linked=True, is_split=True),
 ]
 
 
