@@ -120,10 +120,10 @@ def test_every_gpu_of_a_stage_reads_a_part_of_the_experts(
         # One prompt at a time, so that each is by itself on one side.
         runs.append((given, [*(batch([one], logprobs=2) for one in prompts(12)), TOTALS]))
     directory = logs / f"link-{size}"
-    (*cores, (neither,)), *linked = run_engines(scene, directory, runs, ray=RAY, extra=PRETENDED)
+    (*cores, (neither, *_)), *linked = run_engines(scene, directory, runs, ray=RAY, extra=PRETENDED)
     over_link = sum(len(one) for one in prompts(12) if len(one) >= LINK_TOKENS)
     assert neither["linked_expert_tokens"] == 0
-    for *found, (totals,) in linked:
+    for *found, (totals, *_) in linked:
         # The first layer has no experts.
         assert totals["linked_expert_tokens"] == 3 * over_link
         for (one,), (other,) in zip(cores, found, strict=True):
