@@ -151,9 +151,7 @@ def made(
     tokens: int,
     readers: Readers = ALONE,
 ) -> ExpertLink | None:
-    """The link of a rank to its stage's experts; None where it reads none.
-
-    All ranks of `readers` call it.
+    """The link of a rank to its stage's experts; None where it reads none.  All ranks call it.
 
     Args:
         config: whether to, from how many tokens on, how much, and with how much memory of the GPU.
@@ -175,9 +173,7 @@ def made(
     experts: GpuExperts | None = None
     problem = ""
     try:
-        slices = _slices(layers, offers, dtype)
-        chosen = max(layer.chosen for layer in layers)
-        experts = GpuExperts(device, slices, chosen, config.prefill_gpu_gib, readers.part)
+        experts = _read_here(config, device, _slices(layers, offers, dtype), layers, readers.part)
     except UnsupportedError as error:
         problem = str(error)
     problems = readers.gather(problem)
@@ -186,11 +182,7 @@ def made(
     if any(problems) and experts is not None:
         # What another lacks may be memory of its GPU, which this one has.
         experts = None
-        rank = next(number for number, one in enumerate(problems) if one)
-        logger.warning(
-            "the first GPU reads the experts of prompts for all GPUs of its stage, because rank %d "
-            "of the stage cannot: %s (experts.prefill_on_gpu)", rank, problems[rank],
-        )  # fmt: skip
+        _say_who_cannot(problems)
         return made(config, device, layers, offers, channel, dtype=dtype, tokens=tokens)
     if experts is None:
         problem = f"experts of prompts are computed by the cores of expert ranks alone: {problem}"
@@ -208,6 +200,29 @@ def made(
         return None
     _build_kernels(experts, layers, shares, tokens)
     return ExpertLink(experts, shares, channel)
+
+
+def _read_here(
+    config: ExpertsConfig,
+    device: torch.device,
+    slices: Sequence[tuple[LinkedSlice, ...] | None],
+    layers: Sequence[RemoteLayer],
+    part: Part,
+) -> GpuExperts:
+    """The experts that this rank's GPU reads; `UnsupportedError` as for `GpuExperts`."""
+    chosen = max(layer.chosen for layer in layers)
+    return GpuExperts(device, slices, chosen, config.prefill_gpu_gib, part)
+
+
+def _say_who_cannot(problems: Sequence[str]) -> None:
+    """Write into the log which rank of the stage reads no experts, in the first one."""
+    rank = next(number for number, one in enumerate(problems) if one)
+    logger.warning(
+        "the first GPU reads the experts of prompts for all GPUs of its stage, because rank %d "
+        "of the stage cannot: %s (experts.prefill_on_gpu)",
+        rank,
+        problems[rank],
+    )
 
 
 def _say(

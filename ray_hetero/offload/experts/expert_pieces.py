@@ -29,7 +29,7 @@ class Part:
     """The experts of a layer that one GPU of a stage reads: neighbours, as many as every other."""
 
     rank: int = 0
-    """Of the GPU in its stage."""
+    """Number of the GPU in its stage."""
     size: int = 1
     """GPUs that divide a layer's experts among them."""
 
@@ -38,7 +38,7 @@ class Part:
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def first(self, experts: int, count: int) -> range:
-        """What this GPU computes where all of them compute so many experts of a layer.
+        """Experts that this GPU computes where all of them compute so many of a layer.
 
         Args:
             experts: of all GPUs together, at most those of the layer; a GPU whose block is too
@@ -49,7 +49,7 @@ class Part:
         return self.block(count)[: len(self.block(experts))]
 
     def of_all(self, experts: int, count: int) -> list[int]:
-        """What all GPUs compute, see `first`."""
+        """Experts that all GPUs compute, see `first`."""
         parts = (Part(rank, self.size) for rank in range(self.size))
         return [expert for part in parts for expert in part.first(experts, count)]
 
