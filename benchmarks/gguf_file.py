@@ -1,9 +1,11 @@
 """A checkpoint of heavy_tailed.py as a GGUF file, so that llama.cpp computes the same weights.
 
     python benchmarks/gguf_file.py tiny-moe FILE.gguf
+    python benchmarks/gguf_file.py tiny-moe FILE.gguf --experts mxfp4
 
-Matrices stay in bf16; norms and routers are float32, as llama.cpp's own converter has them.  The
-file has no tokenizer: prompts of benchmarks are numbers.  Needs the package `gguf`.
+Matrices stay in bf16, routed experts if they are not to be rounded to MXFP4; norms and routers are
+float32, as llama.cpp's own converter has them.  The file has no tokenizer: prompts of benchmarks
+are numbers.  Needs the package `gguf`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ OTHERS = {
 AS_FLOAT32 = ("_norm", "ffn_gate_inp")
 """How names of tensors end that llama.cpp wants in float32."""
 
+EXPERTS = {"bf16": "", "mxfp4": "MXFP4"}
+"""Formats of routed experts: the names that the package `gguf` has for those that are rounded."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -60,9 +65,14 @@ class Tensor:
         """Whether it is stored so, not in bf16."""
         return self.name.endswith(AS_FLOAT32)
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is all routed experts of a layer."""
+        return len(self.shape) == 3
+
     def values(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """What the file holds."""
-        found = torch.stack(parts) if len(self.shape) == 3 else parts[0]
+        found = torch.stack(parts) if self.is_expert else parts[0]
         if self.heads:
             halves = found.view(self.heads, 2, -1, found.shape[1])
             found = halves.transpose(1, 2).reshape(found.shape)
@@ -103,16 +113,18 @@ def tensors_of(name: str) -> Iterator[Tensor]:
         yield Tensor(tensor, (source,), (hidden,) if tensor == "output_norm" else (words, hidden))
 
 
-def write_gguf(name: str, path: Path) -> Path:
+def write_gguf(name: str, path: Path, experts: str = "bf16") -> Path:
     """Write the checkpoint of a shape, and the GGUF file of it; answers the file.
 
     Args:
         name: a key of `SHAPES`.
         path: of the file; one that is there is left as it is.
+        experts: format of routed experts, a key of `EXPERTS`.
 
     """
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quant_shape_to_byte_shape, quantize
 
     if path.exists():
         return path
@@ -126,12 +138,22 @@ def write_gguf(name: str, path: Path) -> Path:
     for tensor in tensors_of(name):
         dtype = np.dtype("float32" if tensor.is_float32 else "uint16")
         kind = None if tensor.is_float32 else GGMLQuantizationType.BF16
-        nbytes = math.prod(tensor.shape) * dtype.itemsize
-        writer.add_tensor_info(f"{tensor.name}.weight", tensor.shape, dtype, nbytes, kind)
+        shape, nbytes = tensor.shape, math.prod(tensor.shape) * dtype.itemsize
+        if tensor.is_expert and EXPERTS[experts]:
+            dtype, kind = np.dtype("uint8"), GGMLQuantizationType[EXPERTS[experts]]
+            shape = quant_shape_to_byte_shape(shape, kind)
+            nbytes = math.prod(shape)
+        writer.add_tensor_info(f"{tensor.name}.weight", shape, dtype, nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor in tensors_of(name):
+        if tensor.is_expert and EXPERTS[experts]:
+            kind = GGMLQuantizationType[EXPERTS[experts]]
+            # One expert after the other: rounding takes several times their memory.
+            rounded = [quantize(one.float().numpy(), kind) for one in read(folder, tensor.parts)]
+            writer.write_tensor_data(np.stack(rounded))
+            continue
         values = tensor.values(read(folder, tensor.parts))
         assert tuple(values.shape) == tensor.shape, tensor
         writer.write_tensor_data(values.contiguous().numpy())
@@ -173,5 +195,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--experts", choices=EXPERTS, default="bf16")
     options = parser.parse_args()
-    print(write_gguf(options.shape, options.file))
+    print(write_gguf(options.shape, options.file, options.experts))

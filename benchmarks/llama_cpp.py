@@ -9,7 +9,8 @@ the depth of that prompt.  It knows no batches, so that several requests are mea
 `llama-batched-bench`, which is built with it and expected beside it.  Neither samples, and neither
 has a server or a scheduler.
 
-Without `--gguf` the model is the heavy-tailed checkpoint of the shape (gguf_file.py).
+Without `--gguf` the model is the heavy-tailed checkpoint of the shape (gguf_file.py), of mixtures
+with `--experts mxfp4` too: routed experts rounded to MXFP4, all else in bf16.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--llama-bench", type=Path, required=True, metavar="PATH")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model; else the shape's")
     parser.add_argument("--shape", choices=SHAPES, default="30b-a3b-16")
+    parser.add_argument("--experts", choices=("bf16", "mxfp4"), default="bf16",
+                        help="format of routed experts; of --shape")  # fmt: skip
     parser.add_argument("--n-gpu-layers", type=int, default=ALL_LAYERS)
     parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers with experts on the CPU")
     parser.add_argument("--threads", type=int, required=True)
@@ -62,9 +65,9 @@ def main() -> None:
     if options.gguf is None:
         from gguf_file import write_gguf
 
-        options.gguf = write_gguf(
-            options.shape, heavy_tailed_folder(options.shape).with_suffix(".gguf")
-        )
+        ending = ".gguf" if options.experts == "bf16" else f".{options.experts}.gguf"
+        path = heavy_tailed_folder(options.shape).with_suffix(ending)
+        options.gguf = write_gguf(options.shape, path, options.experts)
     points = [Point.parse(text, options.output_tokens) for text in options.points.split(",")]
     if options.turns:
         print("DONE {}", flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -239,6 +240,25 @@ def test_a_written_gguf_file_is_read_again(tmp_path: Path, monkeypatch: pytest.M
         expected = opened.get_tensor(key)
     data = torch.from_numpy(found["blk.1.attn_output.weight"].data.copy())
     assert torch.equal(data.view(torch.bfloat16).view(expected.shape), expected)
+
+
+def test_experts_are_rounded_to_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "heavy_tailed_folder", lambda name: tmp_path / name)
+    path = gguf_file.write_gguf("tiny-moe", tmp_path / "tiny-moe.gguf", "mxfp4")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    kinds = {name.split(".")[-2]: tensor.tensor_type.name for name, tensor in found.items()}
+    assert {name for name, kind in kinds.items() if kind == "MXFP4"} == {
+        "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+    }  # fmt: skip
+    assert kinds["attn_q"] == "BF16"
+    down = found["blk.1.ffn_down_exps.weight"]
+    assert list(down.shape) == [128, 256, 16]
+    values = gguf.quants.dequantize(down.data, down.tensor_type)
+    with safe_open(tmp_path / "tiny-moe" / "layer-1.safetensors", "pt") as opened:
+        given = opened.get_tensor("model.layers.1.mlp.experts.9.down_proj.weight").float().numpy()
+    # Four bits with a scale for 32 weights: a few per cent of a weight's size.
+    error = np.linalg.norm(values[9] - given) / np.linalg.norm(given)
+    assert 0.01 < error < 0.2
 
 
 def test_a_layer_costs_what_a_round_takes_more_than_the_gpu_alone() -> None:
