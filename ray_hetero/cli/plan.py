@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -20,6 +20,7 @@ from placement.plan.drafts import Acceptance, Drafter
 from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from ray_hetero.cli import plan_output
+from ray_hetero.cli.plan_options import MOST_TOKENS, PlanOptions, with_options
 from ray_hetero.cli.serve_command import serve_command, speculative_option
 from ray_hetero.compat.models.fused_architectures import family_of
 from ray_hetero.config import HeteroConfig, load_config
@@ -32,7 +33,7 @@ from ray_hetero.planning.engine_facts import (
     facts_of_checkpoint,
 )
 from ray_hetero.planning.machine import Machine
-from ray_hetero.planning.model_plan import plan_model
+from ray_hetero.planning.model_plan import ModelPlan, plan_model
 from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.planning.sizes.hub_headers import hub_model
@@ -44,8 +45,6 @@ from ray_hetero.preflight.unsupported_checkpoints import (
     CheckpointOnCpus,
 )
 
-MOST_TOKENS = 1_000_000_000
-MOST_SEQUENCES = 1_000_000
 CLUSTER_TIMEOUT_S = 60.0
 AUTO = "auto"
 LENGTH_UNITS = {
@@ -54,180 +53,83 @@ LENGTH_UNITS = {
 """Letters behind a number of tokens, as vLLM reads them."""
 MOST_DRAFTED = 64
 """Drafts of a request in a step."""
-SPECULATIVE = (
-    "Drafts of a request in a step, the chance that one is accepted, like 3,0.7, and the share of "
-    "steps that have drafts where not all do, like 3,0.7,0.2."
-)
-"""Help for --speculative."""
 
 
-def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Checkpoint directory, config.json or a directory with one, or a name on the hub."
-        ),
-    ],
-    topology: Annotated[
-        Path | None,
-        typer.Option(
-            "--topology", help="YAML file that describes a cluster, in place of this host."
-        ),
-    ] = None,
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="The Ray cluster that runs, in place of this host.")
-    ] = False,
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option("--tensor-parallel-size", "-tp", min=1, max=4096, help="Ranks in a stage."),
-    ] = 1,
-    pipeline_parallel_size: Annotated[
-        int | None,
-        typer.Option(
-            "--pipeline-parallel-size",
-            "-pp",
-            min=1,
-            max=4096,
-            help="Stages; without sizes they are chosen as the engine does.",
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        str | None,
-        typer.Option(
-            help="Longest sequence in tokens, like 32768 or 32k; auto is the longest that fits. "
-            "Default is the model's own."
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEQUENCES, help="vLLM's --max-num-seqs.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, max=MOST_TOKENS, help="vLLM's --max-num-batched-tokens.")
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(min=0.01, max=1, help="vLLM's --gpu-memory-utilization.")
-    ] = DEFAULT_GPU_SHARE,
-    users: Annotated[
-        int | None,
-        typer.Option(
-            "--users",
-            "--batch",
-            min=1,
-            max=MOST_SEQUENCES,
-            help="Sequences that are decoded together (workload.users).",
-        ),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each of them (workload.context)."),
-    ] = None,
-    max_sequences: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_SEQUENCES,
-            help="Sequences of the longest length that must fit (workload.sequences).",
-        ),
-    ] = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(help="latency: shortest step; throughput: shortest slowest stage."),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Your own layers per stage, like 20,60.")
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Your own stages, like [[cpu, cpu], [gpu]].")
-    ] = None,
-    experts: Annotated[
-        str | None,
-        typer.Option(help="Expert ranks beside stages of GPUs (experts.ranks): a number, or auto."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
-    speculative: Annotated[str | None, typer.Option(help=SPECULATIVE)] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="A draft model's checkpoint or config.json; without, drafts cost nothing."
-        ),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Show every layout that was looked at.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Machine-readable output, in bytes and seconds.")
-    ] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file.")] = None,
-) -> None:
+@with_options
+def plan(options: PlanOptions) -> None:
     """Show ranks, layers, budgets and the predicted step of a model, as the engine plans it."""
     try:
-        settings = _settings(objective, layers, layout, experts)
-        workload = {"users": users, "context": context, "sequences": max_sequences}
-        if asked := {key: value for key, value in workload.items() if value is not None}:
-            settings["workload"] = asked
+        settings = _settings(options)
         config = load_config({"ray_hetero": settings})
-        path = machines.hub_config(model)
-        content = read_config(path)
-        computed = dtype_of_config(content, dtype)
-        folder = path if path.is_dir() else None
-        hub = None if path == Path(model).expanduser() else hub_model(model)
-        shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_cache_dtype, hub=hub)
-        drafter, acceptance = _drafter(speculative, draft_model, shape)
-        with _machine(topology, config, cluster=cluster) as machine:
-            found = plan_model(
-                _name(model),
-                PlanRequest(
-                    config,
-                    machine,
-                    facts_of_checkpoint(
-                        content,
-                        shape,
-                        machine.nodes,
-                        dtype=computed,
-                        max_model_len=_length(max_model_len),
-                        max_num_seqs=max_num_seqs,
-                        max_num_batched_tokens=max_num_batched_tokens,
-                        gpu_memory_utilization=gpu_memory_utilization,
-                        drafter=drafter,
-                    ),
-                    pipeline_parallel_size=pipeline_parallel_size or _stages_of(config),
-                    tensor_parallel_size=tensor_parallel_size,
-                    checkpoint=replace(
-                        CheckpointOnCpus.of_config(content, config.cpu.linear_kernel),
-                        lacks_kernels="" if topology or cluster else lacking_kernels(),
-                    ),
-                ),
-                acceptance=acceptance,
-                quantised=quantised_forms(content, computed, kv_cache_dtype),
-                in_8_bits=None if kv_cache_dtype != "auto" else _in_8_bits(shape, path, computed),
-                is_length_auto=max_model_len == AUTO,
-            )
-        if svg is not None:
-            _write(svg, plan_svg(found.plan))
+        found = _planned(options, config)
+        if options.svg is not None:
+            _write(options.svg, plan_svg(found.plan))
     except (PlacementError, RayHeteroError) as error:
         typer.echo(f"ray-hetero: {error}", err=True)
         raise typer.Exit(1) from None
-    options = {
-        # Given layers are stages, too, but vLLM has to be told.
-        "--pipeline-parallel-size": pipeline_parallel_size or _unless(1, _stages_of(config)),
-        "--tensor-parallel-size": _unless(1, tensor_parallel_size),
-        "--max-model-len": max_model_len,
-        "--max-num-seqs": max_num_seqs,
-        "--max-num-batched-tokens": max_num_batched_tokens,
-        "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, gpu_memory_utilization),
-        "--dtype": _unless("auto", dtype),
-        "--kv-cache-dtype": _unless("auto", kv_cache_dtype),
-        NO_PREFIX_CACHING: _unless(False, _keeps_states_by_chunks(found.plan)),
-        "--speculative-config": drafter and speculative_option(drafter.drafts, draft_model),
-    }
-    command = serve_command(model, options, settings)
+    command = serve_command(options.model, _served_with(options, config, found.plan), settings)
     plan = replace(found.plan, family=family_of(found.plan.shape.model_type))
-    shown = found.choice if compare else None
-    if as_json:
+    shown = found.choice if options.compare else None
+    if options.as_json:
         typer.echo(plan_output.as_json(plan, shown, command))
     else:
         plan_output.print_plan(plan, shown, command)
+
+
+def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
+    path = machines.hub_config(options.model)
+    content = read_config(path)
+    computed, kv_dtype = dtype_of_config(content, options.dtype), options.kv_cache_dtype
+    folder = path if path.is_dir() else None
+    hub = None if path == Path(options.model).expanduser() else hub_model(options.model)
+    shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_dtype, hub=hub)
+    drafter, acceptance = _drafter(options.speculative, options.draft_model, shape)
+    checkpoint = CheckpointOnCpus.of_config(content, config.cpu.linear_kernel)
+    if not (options.topology or options.cluster):
+        checkpoint = replace(checkpoint, lacks_kernels=lacking_kernels())
+    with _machine(options.topology, config, cluster=options.cluster) as machine:
+        facts = facts_of_checkpoint(
+            content,
+            shape,
+            machine.nodes,
+            dtype=computed,
+            max_model_len=_length(options.max_model_len),
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            drafter=drafter,
+        )
+        stages = options.pipeline_parallel_size or _stages_of(config)
+        return plan_model(
+            _name(options.model),
+            PlanRequest(
+                config, machine, facts, stages, options.tensor_parallel_size, checkpoint=checkpoint
+            ),
+            acceptance=acceptance,
+            quantised=quantised_forms(content, computed, kv_dtype),
+            in_8_bits=None if kv_dtype != "auto" else _in_8_bits(shape, path, computed),
+            is_length_auto=options.max_model_len == AUTO,
+        )
+
+
+def _served_with(options: PlanOptions, config: HeteroConfig, plan: Plan) -> dict[str, object]:
+    """vLLM's options for the model as planned, with None for those that are left to vLLM."""
+    speculative = options.speculative
+    return {
+        # Given layers are stages, too, but vLLM has to be told.
+        "--pipeline-parallel-size": options.pipeline_parallel_size
+        or _unless(1, _stages_of(config)),
+        "--tensor-parallel-size": _unless(1, options.tensor_parallel_size),
+        "--max-model-len": options.max_model_len,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+        "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, options.gpu_memory_utilization),
+        "--dtype": _unless("auto", options.dtype),
+        "--kv-cache-dtype": _unless("auto", options.kv_cache_dtype),
+        NO_PREFIX_CACHING: _unless(False, _keeps_states_by_chunks(plan)),
+        "--speculative-config": speculative
+        and speculative_option(int(speculative.partition(",")[0]), options.draft_model),
+    }
 
 
 def _keeps_states_by_chunks(plan: Plan) -> bool:
@@ -240,24 +142,28 @@ def _unless(default: object, value: object) -> object:
     return None if value == default else value
 
 
-def _settings(
-    objective: str | None, layers: str | None, layout: str | None, experts: str | None
-) -> dict[str, Any]:
+def _settings(options: PlanOptions) -> dict[str, Any]:
     """Settings of these options, over the file of RAY_HETERO_CONFIG."""
+    objective, experts = options.objective, options.experts
     given: dict[str, Any] = {}
     if objective not in (None, "latency", "throughput"):
         raise LayoutError(f"--objective: expected latency or throughput, got {shown(objective)}")
     if objective is not None:
         given["objective"] = objective
-    if (found := _layers(layers)) is not None:
+    if (found := _layers(options.layers)) is not None:
         given["layers"] = list(found)
-    if layout is not None:
-        given["layout"] = _stages(layout)
+    if options.layout is not None:
+        given["layout"] = _stages(options.layout)
     if experts is not None:
         found = numbers(experts)
         if experts != "auto" and (found is None or len(found) != 1):
             raise LayoutError(f"--experts: expected a number or auto, got {shown(experts)}")
         given["experts"] = {"ranks": experts if found is None else found[0]}
+    workload = {
+        "users": options.users, "context": options.context, "sequences": options.max_sequences
+    }  # fmt: skip
+    if asked := {key: value for key, value in workload.items() if value is not None}:
+        given["workload"] = asked
     return given
 
 
