@@ -17,6 +17,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
 from ray_hetero.kernels.experts.arranged_experts import arranged
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
+from ray_hetero.kernels.experts.load_progress import LoadProgress
 from ray_hetero.kernels.experts.plain_experts import PlainExperts
 from ray_hetero.kernels.experts.quantised_experts import held
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, RoutedExperts
@@ -122,6 +123,7 @@ class ExpertLayers:
     def _take_quantised(self, model: torch.nn.Module) -> Counter[str]:
         """Hold the experts of quantised checkpoints; how many layers of each scheme there are."""
         taken: Counter[str] = Counter()
+        progress = LoadProgress(sum(1 for _ in routed_experts.routed_layers(model)))
         for layer, experts, stored in quantised_experts.quantised_layers(model):
             if why := unsuited_activation(layer):
                 raise UnsupportedError(
@@ -137,6 +139,7 @@ class ExpertLayers:
             experts.layer_number = self._add(made)
             quantised_experts.forget_tensors(layer)
             taken[stored.scheme] += 1
+            progress.add(made.nbytes)
         return taken
 
     def _made(self, layer: Any, stored: Any, activation: Activation) -> RoutedExperts:
