@@ -109,6 +109,8 @@ SEVERAL_NODES = Block(CLUSTERS, "ray start --head")
 # Those above start engines; these do not.
 COMPARE = Block(WHICH_MODEL, "plan MODEL --compare")
 PLAN_OF_EXPERTS = Block(WHICH_MODEL, "qwen3-235b-a22b.json")
+PLAN_OF_README = Block(README, "ray-hetero plan configs/models")
+PLANNED_OF_README = Block(README, "GPU, experts of 84 layers")
 PLAN = Block(PLANNING, "--svg plan.svg")
 PLAN_OF_LONG_CONTEXTS = Block(PLANNING, "--max-sequences 8")
 REFUSED = Block(PLANNING, "536.8 GiB short")

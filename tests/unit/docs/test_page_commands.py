@@ -74,6 +74,12 @@ def test_plan_of_a_mixture_on_a_described_machine() -> None:
     assert "vllm serve MODEL --distributed-executor-backend ray_hetero" in shown
 
 
+def test_plan_that_the_readme_shows() -> None:
+    (shown,) = typed(pages.PLAN_OF_README.text)
+    lines = pages.PLANNED_OF_README.text.splitlines()
+    assert [line for line in lines if normal(line) not in normal(shown)] == []
+
+
 def test_plan_that_the_planning_page_shows() -> None:
     (shown,) = typed(pages.PLAN.text)
     page = (ROOT / pages.PLANNING).read_text(encoding="utf-8")

@@ -119,6 +119,22 @@ def test_figures_in_sentences_are_those_of_the_raw_files() -> None:
     assert "reads {:.0f} to {:.0f} GB/s. Medians".format(*probes[2:]) in page
 
 
+def test_the_model_that_the_readme_names_ran_as_fast() -> None:
+    raw = json.loads((RESULTS / "2026-11-29-h200-one-flag.json").read_text(encoding="utf-8"))
+    found = raw["gpt-oss"]
+    step, planned = (found["step_1"][name] for name in ("measured_ms", "predicted_ms"))
+    layers = re.findall(r"experts of (\d+) layers", found["chosen"])[0]
+    text = " ".join(text_of("README.md").split())
+    assert (
+        f"took {step:.1f} ms per step beside one H200 with the experts of {layers} layers" in text
+    )
+    assert f"{1e3 / step:.0f} tokens per second for one user" in text
+    assert f"the plan had said {1e3 / planned:.0f}" in text
+    korean = " ".join(text_of("README.ko.md").split())
+    assert f"전문가 {layers}개 레이어를 맡은 소켓에서 스텝이 {step:.1f} ms" in korean
+    assert f"초당 {1e3 / step:.0f} 토큰이고, 예측은 {1e3 / planned:.0f} 토큰" in korean
+
+
 def test_shared_decode_steps_are_those_of_the_raw_file() -> None:
     lines = (RESULTS / "2026-11-26-columns-in-turns.txt").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]

@@ -86,6 +86,33 @@ def test_vllm_takes_the_options_of_every_file() -> None:
             assert options.reasoning_parser in ReasoningParserManager.list_registered()
 
 
+def test_readme_and_faq_say_what_the_recipe_predicts() -> None:
+    rows = [line for line in page("deepseek-r1").splitlines() if line.startswith("| ")]
+    many, one = (
+        next(row for row in rows if row.startswith(f"| {tool.MACHINES[machine]} "))
+        for machine in ("eight-h100-two-8480", "h100-two-8480")
+    )
+    best = re.findall(r"\| ([\d.]+) / ", many)[0]
+    alone, of_four, of_sixteen = re.findall(r"\| ([\d.]+) / ([\d.]+) / ([\d.]+) \|", one)[0]
+    said = {
+        "README.md": (
+            f"give one user {best} tokens per second on that server and {alone} on a single H100",
+            f"{alone} tokens per second to one user, {of_four} to each of four, and {of_sixteen} "
+            "to each of sixteen",
+        ),
+        "README.ko.md": (
+            f"초당 {best} 토큰, H100 하나에서는 {alone} 토큰",
+            f"초당 {alone} 토큰, 네 명이면 각각 {of_four}, 열여섯 명이면 각각 {of_sixteen} 토큰",
+        ),
+        "docs/faq.md": (
+            f"{alone} tokens per second to one user and {of_sixteen} to each of sixteen",
+        ),
+    }
+    for name, sentences in said.items():
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert [sentence for sentence in sentences if sentence not in text] == []
+
+
 def test_the_first_recipe_is_one_that_does_not_fit_otherwise() -> None:
     assert next(iter(tool.RECIPES)) == "deepseek-r1"
     assert next(iter(tool.MACHINES)) == "eight-h100-two-8480"
