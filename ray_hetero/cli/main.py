@@ -18,6 +18,7 @@ from ray_hetero.cli.plan import plan
 from ray_hetero.cli.ray_args import ray_args
 from ray_hetero.cli.serve import serve
 from ray_hetero.cli.status import status
+from ray_hetero.cli.top import top
 from ray_hetero.cli.topology import topology
 from ray_hetero.errors import RayHeteroError
 
@@ -38,6 +39,7 @@ commands.command(short_help="Measure a running server, or this host.")(bench)
 commands.command(short_help="The configuration in force, and its sources.")(config)
 commands.command(short_help="Diagnose this host and print the fix.")(doctor)
 commands.command(short_help="The engines that run on the Ray cluster.")(status)
+commands.command(short_help="What the engines do now, page by page.")(top)
 commands.command("install-cpu-kernels", short_help="Fetch CPU kernels for a host with GPUs.")(
     install_cpu_kernels
 )
