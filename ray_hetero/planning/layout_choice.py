@@ -137,7 +137,7 @@ def choose_layout(request: PlanRequest, *, engines: int = 1) -> Choice:
         DoesNotFitError: no layout fits; the error of the one with the most ranks.
 
     """
-    shape, limit_s = request.facts.shape, request.config.workload.first_token_s
+    shape = request.facts.shape
     if shape is None:
         raise UnknownModelError(request.facts.why_no_shape)
     free = with_chosen_sockets(request.config.cpu, request.machine.nodes)
@@ -167,26 +167,31 @@ def choose_layout(request: PlanRequest, *, engines: int = 1) -> Choice:
     fitting = [one for one in found if one.plan is not None]
     if not fitting:
         _say_what_does_not_fit(found, request)
-    alone = [one for one in fitting if _is_gpus_alone(one)]
-    if alone and len(alone[0].layout.stages) == 1:
-        chosen = alone[0]
-        gpus = "one GPU" if chosen.layout.world_size == 1 else "GPUs"
-        why = f"the model fits on {gpus} alone"
-    else:
-        chosen = _shortest(_in_time(fitting, limit_s))
-        short = _with_short_context(request)
-        holds_weights = any(
-            _priced(short, one.layout, 0).plan
-            for one in found
-            if _is_gpus_alone(one) and one.plan is None and not one.is_refused
-        )
-        why = _reason(chosen, found, holds_weights=holds_weights)
-        if chosen is not _shortest(fitting):
-            why += (
-                f" with a first token within {limit_s:g} s (workload.first_token_s), or the soonest"
-            )
+    chosen, why = _best(fitting, found, request)
     others = [one for one in found if one is not chosen]
     return Choice(chosen, _ordered(others), why, _ordered(unasked))
+
+
+def _best(
+    fitting: Sequence[Candidate], found: Sequence[Candidate], request: PlanRequest
+) -> tuple[Candidate, str]:
+    """The candidate to take out of those that fit, and why."""
+    alone = [one for one in fitting if _is_gpus_alone(one)]
+    if alone and len(alone[0].layout.stages) == 1:
+        gpus = "one GPU" if alone[0].layout.world_size == 1 else "GPUs"
+        return alone[0], f"the model fits on {gpus} alone"
+    limit_s = request.config.workload.first_token_s
+    chosen = _shortest(_in_time(fitting, limit_s))
+    short = _with_short_context(request)
+    holds_weights = any(
+        _priced(short, one.layout, 0).plan
+        for one in found
+        if _is_gpus_alone(one) and one.plan is None and not one.is_refused
+    )
+    why = _reason(chosen, found, holds_weights=holds_weights)
+    if chosen is not _shortest(fitting):
+        why += f" with a first token within {limit_s:g} s (workload.first_token_s), or the soonest"
+    return chosen, why
 
 
 def _with_short_context(request: PlanRequest) -> PlanRequest:

@@ -91,28 +91,33 @@ def plan_model(
         remarks = [shorter_context(facts, None, in_8_bits, freely)]
         remarks.append(quantise_first(quantised, None, of_shape))
         raise DoesNotFitError("\n".join([str(error), *filter(None, remarks)])) from None
-    assert found.split is not None
-    assert facts.shape is not None
-    shape = found.shape(facts.shape)
     remarks = [quantise_first(quantised, found, of_shape)]
     if choice is not None:
         remarks.append(shorter_context(facts, found, in_8_bits, freely))
     remarks += _remarks(facts, found, choice)
-    links = request.machine.links
+    shown = _shown(name, request, found, acceptance)
+    return ModelPlan(replace(shown, remarks=tuple(filter(None, remarks))), found, choice)
+
+
+def _shown(
+    name: str, request: PlanRequest, found: LayerPlan, acceptance: Acceptance | None
+) -> Plan:
+    """The plan with prices of users, or of drafts."""
+    facts, links, split = request.facts, request.machine.links, found.split
+    assert split is not None
+    assert facts.shape is not None
+    shape = found.shape(facts.shape)
     speculation = None
     users: tuple[UserTimes, ...] = ()
     if facts.drafter is None:
-        users = price_users(
-            shape, found.split, _users(request.config, found.split),
-            kv_tokens=found.kv_tokens, links=links,
-        )  # fmt: skip
+        asked = _users(request.config, split)
+        users = price_users(shape, split, asked, kv_tokens=found.kv_tokens, links=links)
     elif acceptance is not None:
-        speculation = price_drafts(shape, found.split, facts.drafter, acceptance, links)
-    shown = Plan(
-        name, facts.shape, found.held_split, tuple(_devices(request.machine, found)),
-        tuple(filter(None, remarks)), speculation, found.experts, users=users,
-    )  # fmt: skip
-    return ModelPlan(shown, found, choice)
+        speculation = price_drafts(shape, split, facts.drafter, acceptance, links)
+    devices = tuple(_devices(request.machine, found))
+    return Plan(
+        name, facts.shape, found.held_split, devices, (), speculation, found.experts, users=users
+    )
 
 
 def _without_stages(request: PlanRequest) -> PlanRequest:

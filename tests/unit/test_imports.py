@@ -153,8 +153,6 @@ LONG_FUNCTIONS = {
     "ray_hetero.offload.layer_fusion.install": 71,
     "ray_hetero.launch.prepare.prepare": 66,
     "ray_hetero.offload.expand.triton_kernels.expand_scaled": 70,
-    "ray_hetero.planning.layout_choice.choose_layout": 64,
-    "ray_hetero.planning.model_plan.plan_model": 71,
     "ray_hetero.worker.expert_model.load_experts": 61,
     "ray_hetero.worker.rank_actor.start": 91,
 }
