@@ -192,7 +192,7 @@ OWN_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
-    "PhiMoEForCausalLM": ("phimoe", {"attention_bias": True}),
+    "PhiMoEForCausalLM": ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
     "Plamo3ForCausalLM": (
         "llama",
         {

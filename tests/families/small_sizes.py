@@ -198,6 +198,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "vocab_size": VOCABULARY,
     },
+    "FalconForCausalLM": {"ffn_hidden_size": 4 * HIDDEN},
     "FalconH1ForCausalLM": {
         "mamba_d_ssm": 2 * HIDDEN,
         "mamba_n_heads": 8,

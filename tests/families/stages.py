@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 from families.stock import stock_arguments
+from placement.model.config import Config
+from placement.model.undivided import barred_cuts, uses_of
 
 STAGES = 2
 TOKENS = 7
@@ -49,11 +53,25 @@ class Stage:
 
 
 @contextlib.contextmanager
-def _as_stage(stage: int, stages: int) -> Iterator[None]:
+def _as_stage(directory: Path, stage: int, stages: int) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
-    with patch.object(parallel_state, "_PP", Stage(stage, stages)):
+    layers = _layers(directory) if stages > 1 else ""
+    with (
+        patch.object(parallel_state, "_PP", Stage(stage, stages)),
+        patch.dict(os.environ, {"VLLM_PP_LAYER_PARTITION": layers} if layers else {}),
+    ):
         yield
+
+
+def _layers(directory: Path) -> str:
+    """Layers of two stages, as vLLM takes them, where it must not cut in the middle."""
+    config = json.loads((directory / "config.json").read_text())
+    barred, count = barred_cuts(uses_of(Config(config))), config.get("num_hidden_layers")
+    if not barred or count is None or count // 2 not in barred:
+        return ""
+    cut = next((one for one in range(1, count) if one not in barred), 0)
+    return f"{cut},{count - cut}" if cut else ""
 
 
 def _config(directory: Path, stages: int) -> Any:
@@ -78,7 +96,7 @@ def _loaded(directory: Path, stage: int, stages: int) -> tuple[Any, Any]:
 
     config = _config(directory, stages)
     with (
-        _as_stage(stage, stages),
+        _as_stage(directory, stage, stages),
         set_current_vllm_config(config),
         set_default_torch_dtype(torch.float32),
     ):
@@ -89,7 +107,7 @@ def _loaded(directory: Path, stage: int, stages: int) -> tuple[Any, Any]:
     return config, (model.eval(), parameters)
 
 
-def _run(config: Any, model: Any, stage: int, stages: int, given: Any) -> Any:
+def _run(directory: Path, config: Any, model: Any, stage: int, stages: int, given: Any) -> Any:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -97,7 +115,7 @@ def _run(config: Any, model: Any, stage: int, stages: int, given: Any) -> Any:
     tokens = torch.arange(8, 8 + TOKENS)
     with (
         torch.inference_mode(),
-        _as_stage(stage, stages),
+        _as_stage(directory, stage, stages),
         set_current_vllm_config(config),
         set_forward_context(None, config, num_tokens=TOKENS),
         # What layers without a KV cache leave as it is must be the same in all models.
@@ -154,7 +172,7 @@ def check(directory: Path) -> None:
             init_distributed_environment(1, 0, f"file://{meeting}/meeting", 0, "gloo")
             initialize_model_parallel(1, 1)
         config, (model, whole) = _loaded(directory, 0, 1)
-        expected = _run(config, model, 0, 1, None)
+        expected = _run(directory, config, model, 0, 1, None)
     # Whatever it is, it is not what the stages have.
     except Exception as error:
         raise StockError(f"{type(error).__name__}: {error}") from error
@@ -165,7 +183,7 @@ def check(directory: Path) -> None:
         config, (model, parameters) = _loaded(directory, stage, STAGES)
         pipeline_models.read_per_layer_inputs()
         weights.append(parameters)
-        found = _run(config, model, stage, STAGES, found)
+        found = _run(directory, config, model, stage, STAGES, found)
     _compare_weights(whole, weights)
     if not isinstance(found, torch.Tensor):
         found, expected = found[0], expected[0]
