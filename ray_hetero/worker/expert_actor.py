@@ -12,6 +12,7 @@ from ray_hetero.worker import resting_collector  # before all that it would look
 # isort: split
 import copy
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ class ExpertActor:
     def __init__(self, rank: RankSpec, secrets: Mapping[str, str]) -> None:
         self._rank = rank
         self._service: ExpertService | None = None
+        self._writing = threading.Lock()
         self._said = StepTotals()
         self._said_at = time.monotonic()
         settle(rank, secrets)
@@ -117,7 +119,10 @@ class ExpertActor:
         labels = labels_of(engine, seat.rank, None, "experts", seat.node_name)
         self._trace = self._begun_trace()
         with RankReporter(engine, self._report, RayMetrics(labels)):
-            self._service.serve()
+            try:
+                self._service.serve()
+            finally:
+                self._write_trace()
 
     def _begun_trace(self) -> RouteWriter | None:
         """Begin the file of the experts that tokens choose; None where none is asked for.
@@ -138,11 +143,13 @@ class ExpertActor:
 
     def _write_trace(self) -> None:
         assert self._service is not None
-        if self._trace is None or self._trace.is_full:
-            return
-        self._trace.add(*self._service.take_routes(close=False))
-        if self._trace.is_full:
-            self._service.take_routes(close=True)
+        # From the reporter's thread, and at the end from this one.
+        with self._writing:
+            if self._trace is None or self._trace.is_full:
+                return
+            self._trace.add(*self._service.take_routes(close=False))
+            if self._trace.is_full:
+                self._service.take_routes(close=True)
 
     def _report(self) -> RankReport:
         assert self._service is not None
