@@ -73,8 +73,8 @@ def shared_settings(
     driver.parallel_config.world_size = layout.world_size
     if not layout.is_stock:
         driver.scheduler_config.async_scheduling = False
-    if layout.count("cpu") and not cache.user_specified_block_size:
-        cache.block_size = _cpu_block_size(driver)
+    if not cache.user_specified_block_size:
+        cache.block_size = _block_size(driver, layout)
     return SharedSettings(
         instance_id=driver.instance_id,
         dtype=str(driver.model_config.dtype).removeprefix("torch."),
@@ -93,13 +93,14 @@ def shared_settings(
     )
 
 
-def _cpu_block_size(driver: VllmConfig) -> int:
+def _block_size(driver: VllmConfig, layout: Layout) -> int:
     from vllm.platforms import current_platform
 
     # On a CPU driver the platform chooses (16 for MLA without AMX, for example).
     if current_platform.is_cpu():
         return kv_cache.block_size_on_cpu(driver, CPU_BLOCK_SIZE)
-    return CPU_BLOCK_SIZE
+    size: int = driver.cache_config.block_size
+    return CPU_BLOCK_SIZE if layout.count("cpu") else size
 
 
 def build_rank_config(rank: RankSpec) -> VllmConfig:

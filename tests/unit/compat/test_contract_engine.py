@@ -333,9 +333,11 @@ def test_blocks_have_the_size_that_attention_on_cpus_takes(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(ModelConfig, "use_mla", latents)
     arguments.distributed_executor_backend = "mp"
-    driver = arguments.create_engine_config()
-    shared = shared_settings(driver, layout("c", "c"))
-    assert (shared.block_size, driver.cache_config.block_size) == (size, size)
+    # GPUs are pretended where the driver is on CPUs.
+    for stages in (("c", "c"), ("g",)):
+        driver = arguments.create_engine_config()
+        shared = shared_settings(driver, layout(*stages))
+        assert (shared.block_size, driver.cache_config.block_size) == (size, size)
 
 
 def test_all_ranks_know_the_engine_by_one_name_of_its_connector(model: Path) -> None:
