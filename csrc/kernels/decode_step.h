@@ -34,7 +34,7 @@ class DecodeStep {
         normed_places_{m_, layers.first.qkv.w.k(), kHasTiles} {
     const std::int64_t m = m_, qkv = layers.first.qkv.w.n();
     const std::int64_t queries = layers.layers.front().post_attention.output.w.k();
-    const Places places{m, queries, kHasTiles}, rows{m, queries, false};
+    const Places places{m, queries, kHasTiles};
     reserve();
     normed_ = scratch_bf16(normed_places_.elements() + qkv * m + places.elements(), kLayers);
     std::uint16_t* qkv_at = normed_ + normed_places_.elements();
@@ -45,11 +45,8 @@ class DecodeStep {
     first_.emplace(layers.first.qkv, first_task_, slots);
     for (std::size_t i = 0; i < layers.layers.size(); ++i) {
       const DecoderLayer& layer = layers.layers[i];
-      const bool is_last = i == layers.post_attentions();  // with nothing behind it
       attentions_.emplace_back(layer.rotation, layer.scores, caches[i],
-                               requests_[caches[i].group], parts_of(i), qkv_at,
-                               is_last ? step.y : attended, is_last ? rows : places);
-      if (is_last) break;
+                               requests_[caches[i].group], parts_of(i), qkv_at, attended, places);
       std::uint16_t* y = layer.post_attention.next ? qkv_at : step.y;
       blocks_.emplace_back(layer.post_attention, attended, places, step.sum, step.sum, y, slots,
                            step.share, step.kept, step.kept_outputs);
@@ -72,7 +69,7 @@ class DecodeStep {
     Product::reserve(layers_.first.qkv, m_);
     for (std::size_t i = 0; i < layers_.layers.size(); ++i) {
       const DecoderLayer& layer = layers_.layers[i];
-      if (i < layers_.post_attentions()) PostAttentionBlock::reserve(layer.post_attention, m_);
+      PostAttentionBlock::reserve(layer.post_attention, m_);
       scratch(Attention::partial(layer.rotation, parts_of(i)), kPartial);
     }
   }
@@ -104,17 +101,15 @@ class DecodeStep {
     first_->work(thread, threads);
     first_->finish(thread, threads, barrier, first);
     for (std::size_t i = 0; i < attentions_.size(); ++i) {
-      PostAttentionBlock* block = i < blocks_.size() ? &blocks_[i] : nullptr;
-      ReadAhead output = block == nullptr ? ReadAhead(nullptr, 0) : block->ahead(thread);
+      ReadAhead output = blocks_[i].ahead(thread);
       barrier.wait(output);
       if (attentions_[i].writes_first()) {
         attentions_[i].write(thread, threads);
         barrier.wait(output);
       }
       attentions_[i].work(thread);
-      if (block == nullptr) return;  // all threads come to the end of the region
       barrier.wait(output);
-      if (!block->work(thread, threads, barrier)) return;
+      if (!blocks_[i].work(thread, threads, barrier)) return;
     }
   }
 
@@ -135,7 +130,7 @@ class DecodeStep {
   Task first_task_{};
   std::optional<Product> first_;
   std::deque<Attention> attentions_;  // neither is moved
-  std::deque<PostAttentionBlock> blocks_;  // one less where the last attention is the end
+  std::deque<PostAttentionBlock> blocks_;
 };
 
 inline void run(const DecoderLayers& layers, const std::vector<Cache>& caches,

@@ -164,10 +164,6 @@ struct DecoderLayer {
 struct DecoderLayers {
   QkvInput first;
   std::vector<DecoderLayer> layers;
-  bool ends_attended = false;  // whether nothing is computed behind the last layer's attention
-
-  // So many layers, from the first on, are computed behind their attention too.
-  std::size_t post_attentions() const { return layers.size() - (ends_attended ? 1 : 0); }
 };
 
 // Heads of a multi-head latent attention: keys and values of all of them are one latent a token, and

@@ -253,7 +253,6 @@ class Decoder:
         )  # fmt: skip
         first, layers = qkv(), [(self.rotation, scores, block) for block in self.blocks]
         self.layers = module.DecoderLayers(first=first, layers=layers)
-        self._attended = module.DecoderLayers(first=first, layers=layers, ends_attended=True)
 
     def _keep(self, kept: Any) -> Any:
         self._kept.append(kept)
@@ -280,14 +279,13 @@ class Decoder:
         )  # fmt: skip
         return both
 
-    def stepped(self, level: Any, lengths: list[int], *, tiles: bool, is_cut: bool = False) -> Bits:
+    def stepped(self, level: Any, lengths: list[int], *, tiles: bool) -> Bits:
         """Y and sum of a decode step, and the caches that it has written.
 
         Args:
             level: of the kernels.
             lengths: of the requests, with the token of this step.
             tiles: whether keys and values lie in tiles.
-            is_cut: whether what lies behind the last attention is a call of its own.
 
         """
         held, table, positions, slots, held_before, hidden, residual = step_of(tuple(lengths))
@@ -299,15 +297,11 @@ class Decoder:
             blocks=address(table), most_blocks=most, block=BLOCK, cache_blocks=m * most,
             tiles=tiles,
         )  # fmt: skip
-        attended = np.zeros((m, HEADS * SIZE), dtype=np.uint16)
-        (self._attended if is_cut else self.layers).run(
+        self.layers.run(
             requests=[requests], caches=[(address(cache), *strides, 0) for cache in caches],
             hidden=address(hidden), residual=address(residual),
-            y=address(attended if is_cut else out[0]), sum=address(out[1]), level=level,
+            y=address(out[0]), sum=address(out[1]), level=level,
         )  # fmt: skip
-        if is_cut:
-            at = address(out[1])
-            self.blocks[-1].run(address(attended), at, m, at, address(out[0]), level)
         return np.concatenate([out.reshape(-1), caches.reshape(-1)])
 
 
@@ -367,27 +361,6 @@ def layers(module: Any, level: Any, operation: str) -> Iterator[float]:
         yield share(mine, compute(portable))
 
 
-def cuts(module: Any, level: Any) -> Iterator[float]:
-    """Differences that it makes to cut a decode step behind its last attention.
-
-    There are none, bit by bit: no sum here is so long that it is cut into parts, which for more
-    than few tokens would be others.
-    """
-    for family in FAMILIES.values():
-        decoder = Decoder(module, "packed", family)
-        for lengths in [*FEW_LENGTHS, *([MANY_LENGTHS] if family == FAMILIES["Llama"] else [])]:
-            for tiles in (False, True):
-                whole, cut = (
-                    of_threads(
-                        lambda d=decoder, some=lengths, tiles=tiles, is_cut=is_cut: d.stepped(
-                            level, some, tiles=tiles, is_cut=is_cut
-                        )
-                    )
-                    for is_cut in (False, True)
-                )
-                yield 0.0 if np.array_equal(cut, whole) else float("inf")
-
-
 def main(arguments: list[str]) -> int:
     """Compare, print, and give the exit status."""
     with tempfile.TemporaryDirectory() as folder:
@@ -407,7 +380,6 @@ def main(arguments: list[str]) -> int:
                 "linear, compact": max(products(module, level, "compact")),
                 **{one: max(layers(module, level, one))
                    for one in ("rotation", "post_attention", "decode_step")},
-                "cut step": max(cuts(module, level)),
             }  # fmt: skip
             right &= all(value <= 1 for value in worst.values())
             shown = "  ".join(f"{name} {value:.3f}" for name, value in worst.items())

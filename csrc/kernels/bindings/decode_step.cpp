@@ -24,11 +24,9 @@ Scores scores(float scale, const std::optional<std::int64_t>& window, float soft
 
 DecoderLayers decoder_layers(
     const std::tuple<AsNorm, AsLinear>& first,
-    const std::vector<std::tuple<Rotation, Scores, PostAttention>>& layers, bool ends_attended) {
+    const std::vector<std::tuple<Rotation, Scores, PostAttention>>& layers) {
   if (layers.empty()) throw py::value_error("expected at least one layer");
-  DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))},
-                     {},
-                     ends_attended};
+  DecoderLayers made{{as_norm(std::get<0>(first)), as_linear(std::get<1>(first))}, {}};
   const std::int64_t hidden = made.first.qkv.w.k();
   const Rotation& like = std::get<0>(layers.front());
   for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -102,7 +100,7 @@ void check_columns(const DecoderLayers& layers, const Step& step, std::int64_t m
     throw py::value_error("expected at most " + std::to_string(step.share->room()) +
                           " tokens, for which there is room, got " + std::to_string(m));
   }
-  for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
+  for (std::size_t i = 0; i < layers.layers.size(); ++i) {
     const PostAttention& layer = layers.layers[i].post_attention;
     const std::int64_t blocks = layer.inner() / kBlock;
     if (step.kept < 1 || step.kept >= blocks || !layer.gate_up.adapters.slices.empty()) {
@@ -153,7 +151,7 @@ void run_step(const DecoderLayers& layers, const std::vector<Requests>& requests
                   pointer<const std::int64_t>(slots), share, kept, kept_outputs};
   if (share != nullptr) check_columns(layers, step, requests.front().m);
   std::int64_t least = least_slots(layers.first.qkv);
-  for (std::size_t i = 0; i < layers.post_attentions(); ++i) {
+  for (std::size_t i = 0; i < layers.layers.size(); ++i) {
     least = std::min(least, least_slots(layers.layers[i].post_attention));
   }
   check_slots(step.slots, requests.front().m, least);
@@ -214,20 +212,15 @@ void bind_decode_step(py::module_& module) {
   py::class_<DecoderLayers>(module, "DecoderLayers",
                                         "Decoder layers that follow one another.")
       .def(py::init(&decoder_layers), py::kw_only(), py::arg("first"), py::arg("layers"),
-           py::arg("ends_attended") = false,
            "`first` is a norm and the qkv layer of queries, keys and values, each layer its\n"
-           "Rotation, Scores and PostAttention; what they point at must outlive this.  With\n"
-           "`ends_attended` nothing is computed behind the last layer's attention; its\n"
-           "PostAttention is still given, without a next one.\n"
+           "Rotation, Scores and PostAttention; what they point at must outlive this.\n"
            "Raises ValueError: shapes that do not fit together.")
       .def("run", &run_step, py::kw_only(), py::arg("requests"), py::arg("caches"),
            py::arg("hidden"), py::arg("residual"), py::arg("y"), py::arg("sum"), py::arg("level"),
            py::arg("slots") = 0, py::arg("share") = nullptr, py::arg("kept") = 0,
            py::arg("kept_outputs") = 0,
            "A decode step: hidden, residual (or 0) → y, which is still to be added to sum, all\n"
-           "[m, N], bf16, by address.  With `ends_attended` y is the last layer's attention\n"
-           "[m, queries] instead, row by row, whose output projection is still to be added to\n"
-           "sum.  `requests` has the same tokens several times where layers have their keys and\n"
+           "[m, N], bf16, by address.  `requests` has the same tokens several times where layers have their keys and\n"
            "values in different blocks.  Each layer's cache is (address of [blocks, heads of\n"
            "keys, keys and values of a block], strides of blocks and of heads in elements, index\n"
            "of its requests).  `slots` are as in PostAttention.  With a ColumnShare only the first\n"

@@ -82,13 +82,12 @@ class NativeLayers:
         kernel: what computes linear layers.
         first: how the first layer begins.
         layers: at least one, each with known scores.
-        ends_attended: whether nothing is computed behind the last layer's attention.
 
     """
 
     def __init__(
         self, kernel: StreamingLinear, first: QkvInput,
-        layers: Sequence[tuple[Attention, PostAttentionBlock]], *, ends_attended: bool = False,
+        layers: Sequence[tuple[Attention, PostAttentionBlock]],
     ) -> None:  # fmt: skip
         self._kernel = kernel
         native = kernel.native
@@ -96,7 +95,6 @@ class NativeLayers:
             first=first.native,
             layers=[(attention.rotation, attention.scores.native(native), block.native)
                     for attention, block in layers if attention.scores is not None],
-            ends_attended=ends_attended,
         )  # fmt: skip
         self._kept = first, layers
         """Parts that the native object points at."""
@@ -114,8 +112,7 @@ class NativeLayers:
             caches: of each layer.
             hidden: [M, N], bf16, contiguous.
             residual: [M, N], bf16, contiguous; None at the beginning of a model.
-            y: for what is still to be added to the residual [M, N], contiguous; where nothing is
-                computed behind the last attention, for what that gives [M, queries].
+            y: for what is still to be added to the residual [M, N], contiguous.
             total: for the residual [M, N], contiguous.
             slots: of adapters, [M], if some token has one.
             share: the native module's, of columns that a GPU computes; None where it computes none.
