@@ -62,7 +62,8 @@ def ending_of(rank: int, ref: Any) -> Ending | None:
     try:
         ray.get(ref, timeout=0)
     except RayTaskError as error:
-        return ending(rank, error.cause, error.traceback_str)
+        # Ray raises an error that is of the cause's class too, and has its traceback only as text.
+        return ending(rank, error.cause, str(error))
     except RayActorError as error:
         return Ending(rank, Severity.DIED, " ".join(["died", plain(str(error))]).strip())
     except RayError as error:
@@ -202,13 +203,14 @@ class RankWatch:
             self._thread.join(timeout=WATCH_STOP_SECONDS)
 
     def _watch(self) -> None:
-        ended: Sequence[Ending] | None = ()
-        while not ended:
-            if ended is None or self._stop.is_set():
-                return
-            ended = self._ranks.ended(1, POLL_SECONDS)
         report = "a rank has ended"
         try:
+            ended: Sequence[Ending] | None = ()
+            while not ended:
+                if ended is None or self._stop.is_set():
+                    self._stop.set()
+                    return
+                ended = self._ranks.ended(1, POLL_SECONDS)
             # The first to be heard of need not be the first that died.
             report = self._ranks.report(self._ranks.ended(self._size, SETTLE_SECONDS) or ended)
         finally:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from traceback import format_exception
+
 import pytest
 import torch.distributed as dist
+from ray.exceptions import RayTaskError
 
 from placement.errors import ClaimError
+from ray_hetero.executor import failure
 from ray_hetero.executor.failure import (
     Ending,
     Failure,
+    RankWatch,
     Severity,
     causes,
     ending,
+    ending_of,
     plain,
 )
 
@@ -25,6 +32,7 @@ potential root causes. (1) The process is killed by SIGKILL by OOM killer due to
 NODE = """The actor died unexpectedly before finishing this task.
 \tclass_name: RankActor
 The actor died because its node has died. Node Id: 5f"""
+CLAIMED = ClaimError("socket 0 is taken")
 PEER = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:31337")
 
 
@@ -76,9 +84,51 @@ AssertionError"""
     )
 
 
+@pytest.mark.parametrize("cause", [dist.DistNetworkError("closed"), AssertionError(), CLAIMED])
+def test_an_error_as_ray_raises_it_is_read(
+    cause: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        raise cause
+    except Exception as error:  # noqa: BLE001
+        traceback = "".join(format_exception(error))
+    raised = RayTaskError("run", traceback, cause, "a rank", 12, "10.0.0.1").as_instanceof_cause()
+    assert isinstance(raised, type(cause))
+
+    def get(ref: object, timeout: float) -> None:
+        raise raised
+
+    monkeypatch.setattr(failure.ray, "get", get)
+    found = ending_of(3, "a call")
+    assert found is not None
+    assert found.rank == 3
+    where = (
+        f" at {'/'.join(Path(__file__).parts[-3:])}:" if isinstance(cause, AssertionError) else ""
+    )
+    assert found.text.startswith(ending(3, cause).text + where)
+    assert found.severity is ending(3, cause).severity
+
+
+class Unreadable:
+    """Ranks whose endings nobody can read."""
+
+    def ended(self, at_least: int, timeout_s: float) -> list[Ending]:
+        raise OSError("unreadable")
+
+    def report(self, endings: object) -> str:
+        return "never"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_does_not_go_on_where_endings_cannot_be_read() -> None:
+    told: list[str] = []
+    RankWatch(Unreadable(), 1, told.append).join()
+    assert told == ["a rank has ended"]
+
+
 def test_the_first_report_of_a_failure_stays() -> None:
-    failure = Failure()
-    failure.check()
-    assert failure.wait(0) is None
-    assert [failure.tell("first"), failure.tell("second")] == [True, False]
-    assert failure.wait(0) == failure.report == "first"
+    known = Failure()
+    known.check()
+    assert known.wait(0) is None
+    assert [known.tell("first"), known.tell("second")] == [True, False]
+    assert known.wait(0) == known.report == "first"
