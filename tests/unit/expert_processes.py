@@ -153,7 +153,7 @@ def serve(meeting: str, vllm_config: Any, config: HeteroConfig, number: int) -> 
     service.add(reached)
     is_ready(reached)
     pages = shared_pages(held)
-    give(reached, pages, None, 200)
+    give(reached.connection, reached.layers, pages, None, 200)
     with contextlib.suppress(torch.distributed.DistNetworkError):
         service.serve()
 

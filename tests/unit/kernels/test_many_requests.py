@@ -76,7 +76,7 @@ def in_steps_of_few(requests: Requests, layers: DecoderLayers, hidden: Any, resi
     requests.begin("vec")
     step = layers._decode_step
     assert step is not None
-    contexts = [requests.contexts[name] for name in step._names]
+    contexts = [requests.contexts[name] for name in layers._names]
     found = []
     for begin in range(0, requests.tokens, native.FEW_TOKENS):
         some = slice(begin, begin + native.FEW_TOKENS)

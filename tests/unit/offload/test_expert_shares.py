@@ -85,7 +85,7 @@ def test_sockets_and_link_end_together() -> None:
         assert times.seconds(share) <= min(times.seconds(0), times.seconds(1))
     # A layer of half as many experts has half as many read.
     assert shares.experts(1024, 64) == shares.experts(1024, 128) // 2
-    assert "of 128 experts of a layer the GPU computes" in shares.described([1024])
+    assert "of 128 experts of a layer " in shares.described([1024])
 
 
 def test_sockets_that_are_always_faster_keep_all() -> None:
