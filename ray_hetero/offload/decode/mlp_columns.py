@@ -145,9 +145,7 @@ class MlpColumnOffload(ColumnChannel):
         """
         kind = StepKind(self._size(tokens), kept, self.begin())
         self.native.room = kind.tokens
-        with self._telling():
-            self._gpu.settle()
-        ordered = self._gpu.order(lambda: self._order(kind))
+        ordered = self._submitted(kind)
         try:
             yield
         finally:
@@ -217,6 +215,22 @@ class MlpColumnOffload(ColumnChannel):
                 # Other steps wait for what this stream was given before, which nothing captures.
                 if self._is_whole(step):
                     self.graphs.capture(kind, step.pieces, self._order_layers)
+
+    def _submitted(self, kind: StepKind) -> Future[None]:
+        """Submit the GPU's part of a step.
+
+        An error of earlier work is that of the future too.  The cores then come to the first layer
+        whose columns are missing, where the other ranks of a group end as well: ranks that ended
+        before would leave the others in the sums of a layer.
+        """
+        try:
+            with self._telling():
+                self._gpu.settle()
+        except (RuntimeError, TimeoutError) as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+        return self._gpu.order(lambda: self._order(kind))
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.

@@ -65,12 +65,13 @@ def test_all_ranks_compute_a_step_alone_whose_weights_are_on_their_way(
     (RuntimeError("CUDA error: unspecified launch failure"), False),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
 ])  # fmt: skip
+@pytest.mark.parametrize("steps", [0, 2 + PHASES], ids=["without a graph", "with one"])
 def test_what_fails_while_weights_are_asked_for_is_told_to_all_ranks(
-    error: Exception, all_ranks: bool, monkeypatch: pytest.MonkeyPatch
+    steps: int, error: Exception, all_ranks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = decoding_of(monkeypatch, 2)
     decoding.step(150)
-    for _ in range(2 + PHASES):
+    for _ in range(steps):
         decoding.step()
 
     def fails(gpu: OffloadGpu) -> None:
@@ -79,16 +80,16 @@ def test_what_fails_while_weights_are_asked_for_is_told_to_all_ranks(
     monkeypatch.setattr(OffloadGpu, "settle", fails)
     if all_ranks:
         # The cores compute this step, and all others.
-        steps = decoding.step()
-        assert decoding.step() == steps
+        shared = decoding.step()
+        assert decoding.step() == shared
         assert all(rank.made._decode_step.shared is None for rank in decoding.steps.ranks)
         return
     first, other = decoding.fails()
     assert first is error
     assert isinstance(other, RuntimeError)
-    assert str(other) == (
-        "the GPU's part of a decode step has failed on the first rank of this group"
-    )
+    # Before a step, or in it.
+    where = " on the first rank of this group" if steps else ""
+    assert str(other) == f"the GPU's part of a decode step has failed{where}"
 
 
 def memory() -> ColumnMemory:
