@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from one_flag import CASES, run_engine, spread_weights
+from one_flag import CASES, run_engine, say, spread_weights, timed
 
 from placement.host.gpus import read_gpus
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
@@ -34,7 +33,8 @@ POINTS = {"1": (1, 128), "8": (8, 128), "32": (32, 128)}
 """Requests and tokens of their prompts whose decode steps are timed."""
 PROMPTS = {"128": (1, 128), "8x1024": (8, 1024), "8192": (1, 8192)}
 """Requests and tokens of their prompts whose first tokens are timed."""
-OUTPUT, ROUNDS = 32, 3
+OUTPUT = 32
+"""Tokens of an answer."""
 PRETENDED = 4
 """GPUs of a rehearsal."""
 
@@ -115,7 +115,7 @@ def measure(given: dict[str, Any]) -> None:
             "RAY_HETERO_PRETEND_GPU": "1",
             "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": PRETENDED}),
         }
-    from engine_run import Point, run_requests
+    from engine_run import Point
     from vllm import LLM
 
     began = time.monotonic()
@@ -130,23 +130,11 @@ def measure(given: dict[str, Any]) -> None:
     longest = given["max_num_batched_tokens"]
     steps, first = {}, {}
     for name, (requests, prompt) in POINTS.items():
-        point = Point(requests, prompt, OUTPUT)
-        run_requests(llm, point, 1)
-        rounds = [run_requests(llm, point, salt) for salt in range(2, 2 + ROUNDS)]
-        between = [step for one in rounds for step in one.between_steps]
-        steps[name] = round(1000 * statistics.median(between), 2)
+        steps[name] = round(timed(llm, Point(requests, prompt, OUTPUT))[0], 2)
         say(steps=steps)
     for name, (requests, prompt) in PROMPTS.items():
-        point = Point(requests, min(prompt, longest), 2)
-        run_requests(llm, point, 100)
-        rounds = [run_requests(llm, point, salt) for salt in range(101, 101 + ROUNDS)]
-        first[name] = round(statistics.median(one.all_started for one in rounds), 3)
+        first[name] = round(timed(llm, Point(requests, min(prompt, longest), OUTPUT))[1], 3)
         say(first_tokens_s=first)
-
-
-def say(**result: Any) -> None:
-    """A result for the process that has started this one."""
-    print("RESULT " + json.dumps(result), flush=True)
 
 
 def said(name: str, found: dict[str, Any]) -> str:

@@ -259,7 +259,7 @@ def measure(given: dict[str, Any]) -> None:
     """In the engine's process: start it with the one flag, and time decode steps."""
     # The engine takes functions for its ranks.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    from engine_run import Point, run_requests
+    from engine_run import Point
     from vllm import LLM
 
     began = time.monotonic()
@@ -270,23 +270,39 @@ def measure(given: dict[str, Any]) -> None:
         compilation_config={"cudagraph_capture_sizes": list(USERS)}, **given,
     )  # fmt: skip
     started_s = round(time.monotonic() - began, 1)
-    print("RESULT " + json.dumps({"start_s": started_s}), flush=True)
-    print("RESULT " + json.dumps({"spread": llm.collective_rpc(spread_weights)}), flush=True)
+    say(start_s=started_s)
+    say(spread=llm.collective_rpc(spread_weights))
     steps: dict[int, float] = {}
     read = experts_read()
     for users in USERS:
-        point = Point(users, PROMPT, OUTPUT)
-        run_requests(llm, point, 1)
-        rounds = [run_requests(llm, point, salt) for salt in range(2, 2 + ROUNDS)]
-        between = [step for one in rounds for step in one.between_steps]
-        steps[users] = 1000 * statistics.median(between)
-        first_token_s = statistics.median(one.all_started for one in rounds)
-        result = {"steps": steps, f"first_token_{users}_s": round(first_token_s, 3)}
-        print("RESULT " + json.dumps(result), flush=True)
+        steps[users], first_token_s = timed(llm, Point(users, PROMPT, OUTPUT))
+        say(**{"steps": steps, f"first_token_{users}_s": round(first_token_s, 3)})
         before, read = read, experts_read() if read else None
         if before and read and read[1] > before[1]:
             a_layer = (read[0] - before[0]) / (read[1] - before[1])
-            print("RESULT " + json.dumps({f"experts_read_{users}": round(a_layer, 1)}), flush=True)
+            say(**{f"experts_read_{users}": round(a_layer, 1)})
+
+
+def say(**result: Any) -> None:
+    """Tell a result to the process that has started this one (`run_engine`)."""
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def timed(llm: Any, point: Any) -> tuple[float, float]:
+    """Milliseconds of a decode step, and seconds until all requests have their first tokens.
+
+    Args:
+        llm: the engine.
+        point: requests of `engine_run`, asked `ROUNDS` times behind one that does not count.
+
+    """
+    from engine_run import run_requests
+
+    run_requests(llm, point, 1)
+    rounds = [run_requests(llm, point, salt) for salt in range(2, 2 + ROUNDS)]
+    between = [step for one in rounds for step in one.between_steps]
+    started_s = statistics.median(one.all_started for one in rounds)
+    return 1000 * statistics.median(between), started_s
 
 
 def spread_weights(worker: Any) -> int:

@@ -74,7 +74,7 @@ class Recipe:
     context: int = 65536
     """Value of --max-model-len, where a machine has none of its own."""
     contexts: Mapping[str, int] = field(default_factory=dict)
-    """The same by machine."""
+    """Value of --max-model-len of machines that have one of their own."""
     remark: str = ""
     """Further sentences of its page."""
 

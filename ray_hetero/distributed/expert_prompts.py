@@ -23,6 +23,7 @@ from ray_hetero.distributed.split_experts import OtherExperts
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_rates import CoreRates, random_tokens
 from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.linear.rank_sums import gathering
 from ray_hetero.log import logger
 from ray_hetero.offload.experts.expert_pieces import WHOLE, Part
 from ray_hetero.offload.experts.expert_shares import ExpertShares
@@ -57,13 +58,7 @@ class Readers:
             size: of the group.
 
         """
-
-        def gather(value: Any) -> list[Any]:
-            found: list[Any] = [None] * size
-            torch.distributed.all_gather_object(found, value, group=group)
-            return found
-
-        return cls(Part(rank, size), gather)
+        return cls(Part(rank, size), gathering(group, size))
 
 
 ALONE = Readers(WHOLE, lambda value: [value])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from placement.host.sysfs import machine_id
-from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms
+from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms, gathering
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory, unix_sockets
 
@@ -55,11 +55,7 @@ def joined(
 
     """
 
-    def gather(told: Any) -> list[Any]:
-        heard: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(heard, told, group=group)
-        return heard
-
+    gather = gathering(group, len(ranks))
     heard = gather(terms)
     if terms is None or any(other != terms for other in heard):
         if any(heard):

@@ -203,17 +203,17 @@ class RankWatch:
             self._thread.join(timeout=WATCH_STOP_SECONDS)
 
     def _watch(self) -> None:
-        report = "a rank has ended"
+        report: str | None = "a rank has ended"
         try:
             ended: Sequence[Ending] | None = ()
             while not ended:
                 if ended is None or self._stop.is_set():
-                    self._stop.set()
+                    report = None
                     return
                 ended = self._ranks.ended(1, POLL_SECONDS)
             # The first to be heard of need not be the first that died.
             report = self._ranks.report(self._ranks.ended(self._size, SETTLE_SECONDS) or ended)
         finally:
             # Whatever keeps the cause from being found, the engine must not go on.
-            if not self._stop.is_set():
+            if report is not None and not self._stop.is_set():
                 self._on_end(report)

@@ -36,7 +36,7 @@ class SlotForecast:
     slots_ms: float | None
     """Predicted time of a step with slots; None where nothing is known of the GPU."""
     layers_ms: float | None
-    """The same with the experts of whole layers in as much memory."""
+    """Predicted time of a step with experts of whole layers in as much memory; None as above."""
 
     @classmethod
     def of(cls, totals: StepTotals, rates: SlotRates | None) -> tuple[SlotForecast, ...]:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from placement.cluster.layout import Layout
-    from ray_hetero.offload.prefetch import Prefetcher
     from ray_hetero.offload.prefill.stage_output import StageOutput
     from ray_hetero.world import RankSpec
 
@@ -68,10 +67,12 @@ class CpuRank:
         if vllm_config.lora_config is not None:
             lora.leave_tokens_without_adapter()
         self._has_whole_embedding = keep_embeddings(vllm_config, world.layout, seat.stage)
-        self._prefetcher: Prefetcher | None = None
-        self.output: StageOutput | None = None
+
+    @property
+    def output(self) -> StageOutput | None:
         """Memory of a GPU in which the stage leaves results for the next one; None where it leaves
         none there, and until the weights are loaded."""
+        return self._layers.output
 
     def loaded(self, model: torch.nn.Module) -> None:
         """Put the layers together, now that all weights are there; all ranks of a group call it.
@@ -88,7 +89,6 @@ class CpuRank:
         sums = self._sums()
         join = None if sums is None else partial(joined, get_tp_group().cpu_group, sums)
         made = layers.loaded(model, sums, join)
-        self._prefetcher, self.output = layers.prefetcher, layers.output
         if layers.has_group_prompts and self._rank.seat.tensor_rank:
             kv_cache.place_in(kept_memory)
         # Compiled code is kept by what the configuration says.
@@ -133,8 +133,8 @@ class CpuRank:
             TimeoutError: the same.
 
         """
-        if self._prefetcher is not None:
-            self._prefetcher.begin_step(scheduler_output, route)
+        if self._layers.prefetcher is not None:
+            self._layers.prefetcher.begin_step(scheduler_output, route)
         kernel = self._layers.kernel
         if kernel is None:
             yield

@@ -290,6 +290,16 @@ class Server:
 VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
+def tokens_of_engine(client: openai.OpenAI, number: str) -> list[list[int]]:
+    """Greedy tokens of one engine of a data-parallel server, for `prompts()`."""
+    answer = client.completions.create(
+        model=NAME, prompt=prompts(), temperature=0, max_tokens=24,
+        extra_headers={"X-data-parallel-rank": number},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    return [choice.token_ids for choice in answer.choices]
+
+
 def vllm_command() -> list[str]:
     """The `vllm` command of this environment; wheels that were only unpacked bring none."""
     if Path(VLLM).exists():

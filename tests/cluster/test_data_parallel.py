@@ -15,6 +15,7 @@ from engines import (
     backend,
     prompts,
     serve,
+    tokens_of_engine,
     wait_until_healthy,
 )
 from leftovers import Scene
@@ -37,12 +38,7 @@ def test_engines_of_one_server_share_the_machine_and_nothing_on_it(
     assert not set(claims[0].cpus) & set(claims[1].cpus)
     with server.client() as client:
         for number in "01":
-            answer = client.completions.create(
-                model=NAME, prompt=prompts(), temperature=0, max_tokens=24,
-                extra_headers={"X-data-parallel-rank": number},
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )  # fmt: skip
-            assert [choice.token_ids for choice in answer.choices] == stock("llama-f32")
+            assert tokens_of_engine(client, number) == stock("llama-f32")
     found = re.findall(
         r'^vllm:request_success_total\{engine="(\d)",.*\} (.*)$', server.get("/metrics").text, re.M
     )

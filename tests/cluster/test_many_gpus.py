@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from engines import (
-    NAME,
     STOP_SECONDS,
     TOTALS,
     Json,
@@ -23,6 +22,7 @@ from engines import (
     run_engines,
     serve,
     tokens,
+    tokens_of_engine,
     wait_until_healthy,
 )
 from faulty_server import FaultyServer, answers, errors_of, lives_through
@@ -167,12 +167,7 @@ def test_engines_with_gpus_share_a_host(
     assert not set(claims[0].cpus) & set(claims[1].cpus)
     with server.client() as client:
         for number in "01":
-            answer = client.completions.create(
-                model=NAME, prompt=prompts(), temperature=0, max_tokens=24,
-                extra_headers={"X-data-parallel-rank": number},
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            )  # fmt: skip
-            assert [choice.token_ids for choice in answer.choices] == stock("llama-f32")
+            assert tokens_of_engine(client, number) == stock("llama-f32")
     server.child.signal(signal.SIGTERM)
     server.child.wait(STOP_SECONDS)
     scene.assert_clean()

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from native_module import native
 from vllm.model_executor.layers.activation import GELU, GeluAndMul, SiluAndMul
@@ -36,6 +37,12 @@ def class_of(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"{decoder_classes.MODELS}.{file}"), name)
     raise AssertionError(f"{name} is not in decoder_classes.py")
+
+
+def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Falcon's layers, which add their products up themselves, be those of a single rank."""
+    forward = class_of("FalconDecoderLayer").forward
+    monkeypatch.setitem(forward.__globals__, "tensor_model_parallel_all_reduce", lambda x: x)
 
 
 DTYPE = torch.bfloat16

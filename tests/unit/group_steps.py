@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import decoder_parts
 import pytest
 import torch
+import torch.distributed as dist
 from decoder_parts import HEAD, Product, attends, known_layers, layers_of, model
 from native_module import native
 from paged_steps import CPU, SCALE, Conversation, Steps
@@ -218,10 +218,7 @@ class GroupSteps(Steps):
         self.least, self.most, self.device = least, most, device
         self.of_rank = HEADS, 1
         self.threads = Threads(count)
-        monkeypatch.setattr(
-            joining, "dist",
-            SimpleNamespace(all_gather_object=self.threads.all_gather_object),
-        )  # fmt: skip
+        monkeypatch.setattr(dist, "all_gather_object", self.threads.all_gather_object)
         monkeypatch.setattr(
             post_attention, "tensor_model_parallel_all_reduce", self.threads.all_reduce
         )

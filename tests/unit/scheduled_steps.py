@@ -80,7 +80,7 @@ def scheduled(
 
 
 def begin_step(step: SchedulerOutput, ahead: Prefetcher, *kernels: StreamingLinear) -> None:
-    """Have the ranks of a group begin a step, the first of which has the GPU."""
+    """Begin a step on the ranks of a group, the first of which has the GPU."""
     for kernel in kernels:
         kernel.route = StepRoute.of(step.num_scheduled_tokens.values(), kernel.limits)
     route = kernels[0].route

@@ -50,12 +50,23 @@ def read_totals(text: str) -> Totals:
         text: in Prometheus' format; a metric that is missing counts as 0.
 
     """
-    sums = dict.fromkeys(NAMES.values(), 0.0)
+    return Totals(**sums_of(text, NAMES))
+
+
+def sums_of(text: str, names: Mapping[str, str]) -> dict[str, float]:
+    """Sums of metrics over all engines, by field.
+
+    Args:
+        text: of `/metrics`, in Prometheus' format; a metric that is missing counts as 0.
+        names: field by the name of its metric.
+
+    """
+    sums = dict.fromkeys(names.values(), 0.0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name in NAMES:
-                sums[NAMES[sample.name]] += sample.value
-    return Totals(**sums)
+            if sample.name in names:
+                sums[names[sample.name]] += sample.value
+    return sums
 
 
 def ask_totals(address: str) -> Totals | None:
@@ -78,10 +89,21 @@ def predicted_rate(users: Sequence[Mapping[str, Any]], count: float) -> float:
 
     """
     points = [(float(row["users"]), 1 / float(row["tokens_per_s"])) for row in users]
-    for (fewer, less), (more, longer) in pairwise(points):
-        if count <= more:
-            return 1 / (less + (longer - less) * max(0.0, count - fewer) / (more - fewer))
-    return 1 / points[-1][1]
+    return 1 / interpolated(points, count)
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Value between two points, or that of the first or last one outside of them.
+
+    Args:
+        points: (place, value), at least one; places ascend.
+        at: the place.
+
+    """
+    for (before, low), (behind, high) in pairwise(points):
+        if at <= behind:
+            return low + (high - low) * max(0.0, at - before) / (behind - before)
+    return points[-1][1]
 
 
 def compared(since: Totals, seconds: float, users: Sequence[Mapping[str, Any]]) -> str:

@@ -9,13 +9,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from ray_hetero.cli.serving.comparison import predicted_rate
+from ray_hetero.cli.serving.comparison import interpolated, predicted_rate
 from ray_hetero.errors import ConfigError, StartupError
 
 ANSWER_S = 600.0
@@ -182,7 +181,7 @@ def _headers() -> dict[str, str]:
 
 
 def beside(measured: Measured, users: Sequence[Mapping[str, Any]], prompt_tokens: int) -> Measured:
-    """The same with the predictions of a plan.
+    """Add the predictions of a plan to a measured speed.
 
     Args:
         measured: without predictions.
@@ -193,16 +192,16 @@ def beside(measured: Measured, users: Sequence[Mapping[str, Any]], prompt_tokens
     first = None
     if all(row["context"] == prompt_tokens for row in users):
         first = _between(users, measured.users)
-    return Measured(
-        **asdict(measured)
-        | {"predicted_per_s": predicted_rate(users, measured.users), "predicted_first_s": first}
+    return replace(
+        measured,
+        predicted_per_s=predicted_rate(users, measured.users),
+        predicted_first_s=first,
     )
 
 
 def _between(users: Sequence[Mapping[str, Any]], count: int) -> float | None:
-    """Seconds until the last first token, interpolated between two entries of a plan."""
-    points = [(int(row["users"]), float(row["first_token_s"])) for row in users]
-    for (fewer, short), (more, long) in pairwise(points):
-        if fewer <= count <= more:
-            return short + (long - short) * (count - fewer) / (more - fewer)
-    return next((seconds for number, seconds in points if number == count), None)
+    """Seconds until the last first token; None for more or fewer users than a plan has."""
+    points = [(float(row["users"]), float(row["first_token_s"])) for row in users]
+    if not points or not points[0][0] <= count <= points[-1][0]:
+        return None
+    return interpolated(points, count)

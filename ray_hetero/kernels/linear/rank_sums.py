@@ -13,7 +13,7 @@ costs little beside waiting for each other.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -121,6 +121,23 @@ def why_not_added(
     if sums is not None and not all(one.reduce_results and one.input_is_parallel for one in added):
         return "tensor-parallel ranks add other products up than those that are known"
     return ""
+
+
+def gathering(group: Any, size: int) -> Callable[[Any], list[Any]]:
+    """A collective of all ranks of a group: gives each of them the values of all, by rank.
+
+    Args:
+        group: of torch.distributed, over Gloo.
+        size: of the group.
+
+    """
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    return gather
 
 
 @contextmanager

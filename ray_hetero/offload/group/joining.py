@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.kernels.linear.rank_sums import RankSums, gathering
 from ray_hetero.log import logger
 from ray_hetero.offload.decode import shared_decode
 from ray_hetero.offload.decode.column_channel import (
@@ -74,11 +74,7 @@ def joined(
 
     """
 
-    def gather(told: Any) -> list[Any]:
-        heard: list[Any] = [None] * sums.size
-        dist.all_gather_object(heard, told, group=group)
-        return heard
-
+    gather = gathering(group, sums.size)
     terms = None if offer is None else offer.terms()
     heard = gather(terms)
     if offer is None or terms is None or any(other != terms for other in heard):

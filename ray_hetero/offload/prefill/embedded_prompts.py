@@ -86,7 +86,7 @@ class EmbeddedRows:
         return bool(x.untyped_storage().data_ptr() == own)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The same rows on the GPU, for the caller to overwrite; None where they are not the same.
+        """Copies of rows on the GPU, for the caller to overwrite; None where they differ there.
 
         A model may have scaled what was looked up in place, or looked up others: torch counts both.
 

@@ -104,7 +104,7 @@ def headers_on_hub(model: HubModel, directory: Path | None = None) -> Header:
         return found
     found = _asked(model)
     if COMMIT.fullmatch(model.commit):
-        _keep(kept, found)
+        keep_json(kept, found, "headers")
     return found
 
 
@@ -116,16 +116,24 @@ def _read(kept: Path) -> Header | None:
         return None
 
 
-def _keep(kept: Path, headers: Header) -> None:
+def keep_json(kept: Path, content: object, what: str) -> None:
+    """Keep facts of a model for the next time; a warning says where that fails.
+
+    Args:
+        kept: file, which is replaced as a whole.
+        content: values of JSON.
+        what: the facts, for the warning.
+
+    """
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=kept.parent, suffix=".tmp", delete=False, encoding="utf-8"
         ) as stream:
-            json.dump(headers, stream)
+            json.dump(content, stream)
         Path(stream.name).replace(kept)
     except OSError as error:
-        logger.warning("headers of the model are not kept for the next time: %s", error)
+        logger.warning("%s of the model are not kept for the next time: %s", what, error)
 
 
 def _asked(model: HubModel) -> Header:

@@ -20,6 +20,7 @@ from placement.model.built import shape_from_parts
 from placement.model.config import UnknownModelError
 from placement.model.shape import ModelShape
 from ray_hetero.log import logger
+from ray_hetero.planning.sizes.hub_headers import keep_json
 from ray_hetero.supported import installed_vllm
 
 MODULE = "ray_hetero.planning.sizes.built_model"
@@ -68,7 +69,7 @@ def built_shape(
     parts = _read(kept)
     if parts is None:
         parts = _built(config, files, asked)
-        _keep(kept, parts)
+        keep_json(kept, parts, "sizes")
     if parts.get("decoder_alone"):
         logger.warning(
             "sizes are those of the model's decoder alone: vLLM cannot build its other parts here"
@@ -100,18 +101,6 @@ def _read(kept: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _keep(kept: Path, parts: Mapping[str, Any]) -> None:
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=kept.parent, suffix=".tmp", delete=False, encoding="utf-8"
-        ) as stream:
-            json.dump(parts, stream)
-        Path(stream.name).replace(kept)
-    except OSError as error:
-        logger.warning("sizes of the model are not kept for the next time: %s", error)
 
 
 def _built(

@@ -70,7 +70,7 @@ def onednn(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What pip fetches from, on a host that has all that the build needs."""
+    """Folder that pip fetches from, on a host that has all that the build needs."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.delenv("PIP_CONSTRAINT", raising=False)

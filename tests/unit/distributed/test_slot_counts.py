@@ -41,7 +41,7 @@ LIMIT_S = 20.0
 
 
 class PlainSlots:
-    """The same slots of one size, with lists that are searched."""
+    """Slots of one size as a plain reference, with lists that are searched."""
 
     def __init__(self, count: int) -> None:
         self._count = count

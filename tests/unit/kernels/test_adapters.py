@@ -79,8 +79,7 @@ def test_layers_add_what_vllms_modules_add(
 def test_layers_of_other_families_do(
     family: str, contexts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = decoder_parts.class_of("FalconDecoderLayer").forward
-    monkeypatch.setitem(forward.__globals__, "tensor_model_parallel_all_reduce", lambda x: x)
+    decoder_parts.be_alone(monkeypatch)
     expect_vllms(family, 7, 8, BEST, contexts)
 
 

@@ -122,7 +122,7 @@ class Requests:
         return DecoderLayers(known_layers(self.decoder, given, kernel), kernel)
 
     def decoded(self, layers: DecoderLayers, hidden: Any, residual: Any) -> Any:
-        """What the native step of layers gives for the step that has begun."""
+        """Results of the native step of layers for the step that has begun."""
         assert layers._decode_step is not None
         contexts = [self.contexts[name] for name in layers._names]
         return layers._decode_step(contexts, self.positions, hidden, residual)

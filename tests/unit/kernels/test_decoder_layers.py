@@ -20,6 +20,7 @@ from decoder_parts import (  # noqa: E402
     HEAD,
     HIDDEN,
     attends,
+    be_alone,
     class_of,
     computed,
     known_layers,
@@ -158,9 +159,7 @@ def test_an_attention_computes_what_vllms_does(
 def test_layers_are_what_they_were_one_by_one(
     family: str, tokens: int, level: str, contexts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without a group of ranks there is nothing to add up.
-    forward = class_of("FalconDecoderLayer").forward
-    monkeypatch.setitem(forward.__globals__, "tensor_model_parallel_all_reduce", lambda x: x)
+    be_alone(monkeypatch)
     torch.manual_seed(tokens)
     decoder = model(3, family=family)
     layers = layers_of(decoder)

@@ -17,7 +17,7 @@ from decoder_parts import (  # noqa: E402
     FAMILIES,
     HIDDEN,
     attends,
-    class_of,
+    be_alone,
     computed,
     known_layers,
     layers_of,
@@ -173,9 +173,7 @@ def test_a_decode_step_adds_adapters(level: str, monkeypatch: pytest.MonkeyPatch
 def test_layers_are_what_vllms_own_are(
     family: str, tokens: int, contexts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without a group of ranks there is nothing to add up.
-    forward = class_of("FalconDecoderLayer").forward
-    monkeypatch.setitem(forward.__globals__, "tensor_model_parallel_all_reduce", lambda x: x)
+    be_alone(monkeypatch)
     torch.manual_seed(tokens)
     decoder = model(2, family=family)
     layers = layers_of(decoder)

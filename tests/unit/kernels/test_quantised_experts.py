@@ -183,10 +183,8 @@ def test_results_are_those_of_the_weights(name: str, inner: int, level: str) -> 
             assert_close(made(x, weights, ids), expected.expected(x, weights, ids))
 
 
-def test_an_inner_size_that_does_not_fill_blocks_is_filled_up() -> None:
-    torch.manual_seed(0)
-    inner = 48
-    given = stored("fp8-block", inner)
+def filled_up(given: StoredExperts) -> RoutedExperts:
+    """Experts whose inner size does not fill blocks; their sums are those of the weights."""
     made = RoutedExperts.of_weights(
         held(given, native, Order.HALVES), EXPERTS,
         native=native, level=native.level(LEVELS[-1]),
@@ -194,19 +192,17 @@ def test_an_inner_size_that_does_not_fill_blocks_is_filled_up() -> None:
     x = torch.randn(3, HIDDEN).bfloat16()
     ids, weights = routed(3, EXPERTS, 2), torch.rand(3, 2)
     assert_close(made(x, weights, ids), plain(given).expected(x, weights, ids))
-    assert made.hidden == HIDDEN
+    return made
+
+
+def test_an_inner_size_that_does_not_fill_blocks_is_filled_up() -> None:
+    torch.manual_seed(0)
+    assert filled_up(stored("fp8-block", 48)).hidden == HIDDEN
 
 
 def test_integers_of_eight_bits_are_filled_up_with_zeros() -> None:
     torch.manual_seed(0)
-    given = stored("int8", 48)
-    made = RoutedExperts.of_weights(
-        held(given, native, Order.HALVES), EXPERTS,
-        native=native, level=native.level(LEVELS[-1]),
-    )  # fmt: skip
-    x = torch.randn(3, HIDDEN).bfloat16()
-    ids, weights = routed(3, EXPERTS, 2), torch.rand(3, 2)
-    assert_close(made(x, weights, ids), plain(given).expected(x, weights, ids))
+    filled_up(stored("int8", 48))
 
 
 def test_experts_take_the_bytes_of_their_codes() -> None:

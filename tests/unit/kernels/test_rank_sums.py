@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -444,12 +443,8 @@ def joined(monkeypatch: pytest.MonkeyPatch, terms: list[SumTerms | None]) -> lis
     def all_gather_object(heard: list[Any], told: Any, group: Any) -> None:
         heard[:] = group.gather(place.own, told)
 
-    monkeypatch.setattr(
-        shared_sums, "dist", SimpleNamespace(
-            all_gather_object=all_gather_object, get_rank=lambda: 4 + place.own,
-            ProcessGroup=object,
-        ),
-    )  # fmt: skip
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(dist, "get_rank", lambda: 4 + place.own)
 
     def join(own: int) -> Any:
         place.own = own

@@ -39,8 +39,8 @@ def worker_with(
 ) -> tuple[RankWorker, Prefetched]:
     """A rank's worker whose layers do this in each step."""
     rank, prefetched = CpuRank.__new__(CpuRank), Prefetched()
-    layers: Any = SimpleNamespace(kernel=kernel)
-    rank._layers, rank._prefetcher = layers, prefetched  # type: ignore[assignment]
+    layers: Any = SimpleNamespace(kernel=kernel, prefetcher=prefetched)
+    rank._layers = layers
     vllms = SimpleNamespace(execute_model=lambda scheduler_output: compute())
     context = RankContext(0, "cpu", kv_cache_bytes=None, ranks_on_memory=1)
     return RankWorker(vllms, context, 0, None, cpu_rank=rank), prefetched
