@@ -59,7 +59,7 @@ def _asked(planner: Planner) -> str:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / GIB:,.1f} GiB"
 
 
 def _arithmetic(rank: RankPlan) -> str:

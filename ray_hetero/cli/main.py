@@ -15,6 +15,7 @@ from ray_hetero.cli.demo_model import demo_model
 from ray_hetero.cli.doctor import doctor
 from ray_hetero.cli.install_cpu_kernels import install_cpu_kernels
 from ray_hetero.cli.plan import plan
+from ray_hetero.cli.problems import print_problem
 from ray_hetero.cli.ray_args import ray_args
 from ray_hetero.cli.serve import serve
 from ray_hetero.cli.status import status
@@ -61,9 +62,9 @@ def options(
 
 
 def app() -> None:
-    """Run the command line; what a user or machine can cause is one line and exit status 1."""
+    """Run the command line; what a user or machine can cause is a message and exit status 1."""
     try:
         commands()
     except (RayHeteroError, PlacementError) as error:
-        typer.echo(f"ray-hetero: {error}", err=True)
+        print_problem(error)
         sys.exit(1)

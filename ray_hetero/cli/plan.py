@@ -21,6 +21,7 @@ from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from ray_hetero.cli import plan_output
 from ray_hetero.cli.plan_options import MOST_TOKENS, PlanOptions, with_options
+from ray_hetero.cli.problems import print_problem
 from ray_hetero.cli.serve_command import serve_command, speculative_option
 from ray_hetero.compat.models.fused_architectures import family_of
 from ray_hetero.config import HeteroConfig, load_config
@@ -65,7 +66,7 @@ def plan(options: PlanOptions) -> None:
         if options.svg is not None:
             _write(options.svg, plan_svg(found.plan))
     except (PlacementError, RayHeteroError) as error:
-        typer.echo(f"ray-hetero: {error}", err=True)
+        print_problem(error)
         raise typer.Exit(1) from None
     command = serve_command(options.model, _served_with(options, config, found.plan), settings)
     plan = replace(found.plan, family=family_of(found.plan.shape.model_type))
