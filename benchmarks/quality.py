@@ -104,21 +104,26 @@ NGRAM = {
     "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4
 }  # fmt: skip
 ON_GPU = (("cpu",), ("gpu",))
+PROMPTS = {"prefill_on_gpu": True, "prefill_on_gpu_tokens": 96}
+"""Steps of so many tokens are on the GPU, whatever is faster; without one the engine ends."""
+OF_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}
+"""A part of the GPU, which leaves room for other work on it."""
 WAYS = {
     "stock": Way(()),
+    "stock-gpu": Way((), OF_GPU),
     "one": Way((("cpu",),)),
     "pipeline": Way(),
     # The model has three heads of keys and values.
     "tensor": Way((("cpu",) * 3,)),
     "chunks": Way(engine={"max_num_batched_tokens": 96}),
     "drafts": Way(engine={"speculative_config": NGRAM, "disable_log_stats": False}),
-    "gpu": Way(ON_GPU),
-    "gpu-cores": Way(ON_GPU, cpu={"prefill_on_gpu": False}),
-    "gpu-shares": Way(ON_GPU, cpu={"decode_gpu_share": 0.5}),
-    "gpu-no-shares": Way(ON_GPU, cpu={"decode_gpu_share": 0}),
+    "gpu": Way(ON_GPU, OF_GPU),
+    "gpu-cores": Way(ON_GPU, OF_GPU, cpu={"prefill_on_gpu": False}),
+    "gpu-shares": Way(ON_GPU, OF_GPU, cpu={**PROMPTS, "decode_gpu_share": 0.5}),
+    "gpu-no-shares": Way(ON_GPU, OF_GPU, cpu={**PROMPTS, "decode_gpu_share": 0}),
 }
 """Ways by name.  Those of a GPU have half of the layers on a socket: prompts of them on the GPU and
-on the cores, and decode steps with and without columns on the GPU."""
+on the cores, and decode steps with and without columns on the GPU.  `stock-gpu` is all on it."""
 STOCK = ("bf16", "stock")
 """Format and way whose spread is the measure."""
 
@@ -179,7 +184,7 @@ def measure(model: Path, out: Path, name: str, way: str, windows: int) -> dict[s
     began = time.monotonic()
     asked = windows_of(stored, windows)
     engine = {"dtype": form.dtype, **WAYS[way].arguments(form)}
-    scored, answers, accepted = ask(stored, engine, asked)
+    scored, answers, counted = ask(stored, engine, asked)
     took = time.monotonic() - began
     whole = [[*ids, *one.tokens] for ids, one in zip(asked, scored, strict=True)]
     known = reference(stored, out / f"{stored.name}-plain", whole)
@@ -189,7 +194,7 @@ def measure(model: Path, out: Path, name: str, way: str, windows: int) -> dict[s
         **figures(prompts),
         "continued": figures(later),
         "cached": min(one.cached for one in scored),
-        "accepted": accepted,
+        **counted,
         "bytes": (stored / "model.safetensors").stat().st_size,
         "seconds": round(took, 1),
         "answers": answers,
@@ -257,8 +262,8 @@ def reference(stored: Path, plain: Path, sequences: Sequence[list[int]]) -> list
 
 def ask(
     stored: Path, engine: dict[str, Any], asked: Sequence[list[int]]
-) -> tuple[list[Scored], list[str], float | None]:
-    """Scores of windows, answers to questions, and the share of accepted drafts, if any."""
+) -> tuple[list[Scored], list[str], dict[str, Any]]:
+    """Scores of windows, answers to questions, and what the engine has counted."""
     from vllm import LLM, SamplingParams
 
     engine = {"max_num_batched_tokens": 1024, **engine}
@@ -275,7 +280,7 @@ def ask(
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         short = SamplingParams(max_tokens=ANSWER, temperature=0)
         answers = [one.outputs[0].text for one in llm.chat(chats, short, use_tqdm=False)]
-        return found, answers, accepted_share(llm) if "speculative_config" in engine else None
+        return found, answers, counts(llm, engine)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -291,6 +296,19 @@ def _scored(ids: list[int], prompt: Any, later: Any) -> Scored:
         [at[token].logprob for at, token in zip(answer.logprobs, tokens, strict=True)],
         later.num_cached_tokens or 0,
     )
+
+
+def counts(llm: Any, engine: dict[str, Any]) -> dict[str, Any]:
+    """Share of accepted drafts, and tokens times layers by where the first rank computed them."""
+    found: dict[str, Any] = {"accepted": None}
+    if "speculative_config" in engine:
+        found["accepted"] = accepted_share(llm)
+    if "distributed_executor_backend" in engine:
+        totals = llm.collective_rpc("step_totals")[0]
+        found["computed"] = {
+            name: totals[f"{name}_layer_tokens"] for name in ("native", "gpu", "operator")
+        }
+    return found
 
 
 def accepted_share(llm: Any) -> float:

@@ -88,6 +88,8 @@ def main() -> None:
     if options.megabytes:
         recipe = replace(recipe, megabytes=options.megabytes)
     torch.manual_seed(recipe.seed)
+    # Products of experts are not of those that autocast computes in bfloat16.
+    torch.set_float32_matmul_precision("high")
     options.out.mkdir(parents=True, exist_ok=True)
     files = texts(recipe.megabytes << 20)
     tokenizer = trained_tokenizer(files, recipe.vocabulary)
@@ -124,6 +126,8 @@ def texts(most: int) -> list[str]:
     paths = {path for folder in folders for path in _files(Path(folder))}
     found, size, seen = [], 0, set()
     for path in sorted(paths, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
+        if size + SMALLEST > most:
+            break
         text = path.read_text(encoding="utf-8", errors="ignore")
         digest = hash(text)
         if digest not in seen and size + len(text) <= most:
