@@ -299,7 +299,10 @@ def _scored(ids: list[int], prompt: Any, later: Any) -> Scored:
 
 
 def counts(llm: Any, engine: dict[str, Any]) -> dict[str, Any]:
-    """Share of accepted drafts, and tokens times layers by where the first rank computed them."""
+    """Share of accepted drafts, and tokens times layers by where the first rank computed them.
+
+    Those of decode steps that a GPU shares are native ones; the rank then waits for its columns.
+    """
     found: dict[str, Any] = {"accepted": None}
     if "speculative_config" in engine:
         found["accepted"] = accepted_share(llm)
@@ -307,7 +310,7 @@ def counts(llm: Any, engine: dict[str, Any]) -> dict[str, Any]:
         totals = llm.collective_rpc("step_totals")[0]
         found["computed"] = {
             name: totals[f"{name}_layer_tokens"] for name in ("native", "gpu", "operator")
-        }
+        } | {"columns_waited_s": round(totals["columns_waited_s"], 3)}
     return found
 
 

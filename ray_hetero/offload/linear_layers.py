@@ -35,7 +35,7 @@ from ray_hetero.offload.group.group_layers import GroupLayers, PromptOffer
 from ray_hetero.offload.layer_fusion import Fused, install
 from ray_hetero.offload.prefetch import Prefetcher
 from ray_hetero.offload.prefill import threshold
-from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
+from ray_hetero.offload.prefill.offload_gpu import OffloadGpu, with_own_pages
 from ray_hetero.offload.prefill.stage_output import StageOutput
 from ray_hetero.offload.weights.shared_weights import SharedWeights
 
@@ -189,6 +189,8 @@ class LinearLayers:
             except OSError as error:
                 logger.warning("no weights can be shared with other ranks: %s", error)
                 self._shared = None
+        elif self._gpu is not None and not is_output:
+            weight = with_own_pages(weight)
         self._kernel.add(weight)
         bias = getattr(layer, "bias", None)
         self._linears[layer] = Linear(weight, None if bias is None else bias.data)
@@ -311,6 +313,10 @@ class LinearLayers:
         if self._gpu is None:
             return
         first = found.runs[0].layers[0] if found.runs else None
+        self._gpu.add_beside(
+            linear.weight for run in found.runs for layer in run.layers
+            for linear in (layer.input.qkv, *layer.parts.linears)
+        )  # fmt: skip
         try:
             taken = self._gpu.take(None if first is None else first.parts.output.weight.shape[0])
         except UnsupportedError as error:

@@ -12,8 +12,9 @@ holds a few pieces of them and the tokens of one step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import mmap
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -104,7 +105,24 @@ class GpuConstants:
 
 
 LEAST_BYTES = 1 << 20
-"""Least bytes of a weight; smaller ones may share pages, which can be locked only once."""
+"""Least bytes of a weight; smaller ones are read only with the others of a whole layer."""
+
+
+def with_own_pages(weight: HostWeight) -> HostWeight:
+    """A weight that shares no page with others, as pages can be locked only once.
+
+    Args:
+        weight: of any size; large ones are left where they are.
+
+    Returns:
+        It, or the same with its data in new memory.
+
+    """
+    data = weight.data
+    if data.nbytes >= LEAST_BYTES:
+        return weight
+    pages = torch.frombuffer(mmap.mmap(-1, data.nbytes), dtype=torch.uint8)
+    return replace(weight, data=pages.view(data.dtype).view(data.shape).copy_(data))
 
 
 @dataclass(frozen=True)
@@ -147,6 +165,17 @@ class OffloadGpu(SubmissionThread):
         """Add a weight whose products are computed here from `take` on."""
         if weight.data.nbytes >= LEAST_BYTES:
             self.add_whole(WholeWeight.of_one(weight))
+
+    def add_beside(self, weights: Iterable[HostWeight]) -> None:
+        """Add the small weights of layers, which have pages of their own, if there are large ones.
+
+        Args:
+            weights: of whole layers.
+
+        """
+        if self._weights:
+            for weight in weights:
+                self.add_whole(WholeWeight.of_one(weight))
 
     def add_whole(self, weight: WholeWeight) -> None:
         """Add a weight whose parts begin with pages of their own."""

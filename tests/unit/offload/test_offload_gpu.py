@@ -7,6 +7,7 @@ is tests/gpu/test_prompt_gpu.py.
 from __future__ import annotations
 
 import logging
+import mmap
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -423,6 +424,34 @@ def test_a_gpu_is_not_taken_for_small_weights(
     assert kernel.limits.gpu_from is None
     assert "prompts stay on the cores: all weights of this rank are small" in caplog.text
     assert "computed by the GPU" not in caplog.text
+
+
+@pytest.mark.parametrize("has_large", [True, False])
+def test_small_weights_of_layers_are_read_with_large_ones(
+    has_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = weights()[:2]
+    most = max(one.nbytes for one in plain)
+    monkeypatch.setattr(offload_gpu, "LEAST_BYTES", most if has_large else most + 1)
+    layers = LinearLayers(CpuConfig(linear_kernel="streaming", compact_weights=False), CPU, 64)
+    kernel = layers.kernel
+    assert kernel is not None
+    modules = [torch.nn.Linear(*reversed(one.shape), bias=False) for one in plain]
+    for module, one in zip(modules, plain, strict=True):
+        module.weight.data = one
+        layers._packed(module)
+    large, small = (layers._linears[module] for module in modules)
+    assert large.weight.data.nbytes > small.weight.data.nbytes
+    layer = SimpleNamespace(
+        input=SimpleNamespace(qkv=large), parts=SimpleNamespace(linears=(small,), output=small)
+    )
+    found: Any = SimpleNamespace(runs=[SimpleNamespace(layers=[layer])])
+    layers._take_gpu(kernel, found)
+    assert small.weight.data.data_ptr() % mmap.PAGESIZE == 0
+    assert (kernel.gpu is not None) == has_large
+    if has_large:
+        for one, linear in zip(plain, (large, small), strict=True):
+            check(kernel.gpu, one, linear.weight.data, 33)
 
 
 def test_weights_that_come_anew_are_refused(
