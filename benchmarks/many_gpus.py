@@ -1,13 +1,15 @@
 """Engines over two, four or eight GPUs beside expert ranks: start, steps, prompts, and tokens.
 
-    python benchmarks/many_gpus.py --out FOLDER            on a host with four GPUs or more
+    python benchmarks/many_gpus.py --out FOLDER            on a host with two GPUs or more
     python benchmarks/many_gpus.py --out FOLDER --tiny     a rehearsal on any host, GPUs pretended
+    python benchmarks/many_gpus.py --out FOLDER --before ../before     beside code of before
 
 DeepSeek V3's shape in FP8, cut to some layers, whose experts are all on expert ranks, one a socket;
-dummy weights with spread routers, as in one_flag.py.  An engine over two GPUs, and over all of them
-with prompts' experts on the cores, and over all links.  Each is a process
-with a time limit.  A line each has the seconds of the start, the steps of 1, 8 and 32 requests in
-ms, and first tokens of prompts in seconds; all of it is in FOLDER/many_gpus.json, logs beside it.
+dummy weights with spread routers, as in one_flag.py.  An engine over one GPU, over two where there
+are more, and over all of them with prompts' experts on the cores, and over all links.  Each is a
+process with a time limit.  A line each has the seconds of the start, the steps of 1, 8 and 32
+requests in ms, and first tokens of prompts in seconds; all of it is in FOLDER/many_gpus.json, logs
+beside it.
 `python tests/gpu/run_all.py --report FOLDER four_gpus` compares tokens on such a host, and kills
 are in tests/cluster/test_many_gpus.py.
 """
@@ -35,6 +37,8 @@ PROMPTS = {"128": (1, 128), "8x1024": (8, 1024), "8192": (1, 8192)}
 """Requests and tokens of their prompts whose first tokens are timed."""
 OUTPUT = 32
 """Tokens of an answer."""
+BEFORE = ", before"
+"""End of the name of an engine with the code of `--before`."""
 PRETENDED = 4
 """GPUs of a rehearsal."""
 
@@ -46,6 +50,10 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=400, help="of each engine")
     parser.add_argument("--expert-ranks", type=int, default=2, help="one a socket")
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument(
+        "--before", type=Path, help="another built checkout, whose engine over all GPUs is added"
+    )
+    parser.add_argument("--only", default="", metavar="WORDS", help="engines so named, with commas")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -55,12 +63,19 @@ def main() -> None:
     gpus = PRETENDED if options.tiny else len(read_gpus())
     if gpus < 2:
         raise SystemExit(f"{gpus} GPUs: expected 2 at least; --tiny rehearses on any host")
+    # An engine with other code is started in its folder.
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     folder = model_of(options)
     found: dict[str, Any] = {}
     for name, given in engines(folder, gpus, options).items():
+        if not any(word in name for word in options.only.split(",")):
+            continue
         log = options.out / f"{name.replace(' ', '-')}.log"
-        found[name] = run_engine(given, options, log, options.limit_s, script=__file__)
+        code = options.before if name.endswith(BEFORE) else None
+        found[name] = run_engine(
+            given, options, log, options.limit_s, script=__file__, checkout=code
+        )
         print(said(name, found[name]), flush=True)
         (options.out / "many_gpus.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -98,11 +113,11 @@ def engines(folder: Path, gpus: int, options: argparse.Namespace) -> dict[str, d
         }  # fmt: skip
 
     linked = {"prefill_on_gpu": True}
-    return {
-        "two GPUs": engine(2, **linked),
-        f"{gpus} GPUs, prompts on the cores": engine(gpus, prefill_on_gpu=False),
-        f"{gpus} GPUs, all links": engine(gpus, **linked),
-    }
+    found = {f"{size} GPUs": engine(size, **linked) for size in (1, 2) if size < gpus}
+    found[f"{gpus} GPUs, all links"] = engine(gpus, **linked)
+    if options.before:
+        found[f"{gpus} GPUs, all links{BEFORE}"] = engine(gpus, **linked)
+    return found | {f"{gpus} GPUs, prompts on the cores": engine(gpus, prefill_on_gpu=False)}
 
 
 def measure(given: dict[str, Any]) -> None:

@@ -220,6 +220,7 @@ def run_engine(
     limit_s: float,
     *,
     script: str = __file__,
+    checkout: Path | None = None,
 ) -> dict[str, Any]:
     """Steps of an engine in a process of its own, which is ended after its time.
 
@@ -229,12 +230,21 @@ def run_engine(
         log: for the output.
         limit_s: seconds after which it is ended.
         script: a benchmark whose process says results in lines that begin with RESULT.
+        checkout: whose code is run; this one's by default.
 
     """
     words = [sys.executable, script, "--out", str(options.out), "--engine", json.dumps(engine)]
+    environment = dict(os.environ)
+    if checkout is not None:
+        # Ray's workers import from the driver's folder before anything else.
+        path = str(checkout.resolve()), environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.monotonic()
     with log.open("w") as file:
-        child = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+        child = subprocess.Popen(
+            words, stdout=file, stderr=file, start_new_session=True, env=environment,
+            cwd=checkout,
+        )  # fmt: skip
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -32,13 +32,16 @@ class NoCheckpointError(Exception):
     """There is no small checkpoint of an architecture; the message says why."""
 
 
-def write_checkpoint(directory: Path, architecture: str, seed: int = 0) -> Path:
+def write_checkpoint(
+    directory: Path, architecture: str, seed: int = 0, changed: dict[str, Any] | None = None
+) -> Path:
     """Write `config.json` and random weights in float32.
 
     Args:
         directory: where to; made if it is not there.
         architecture: a name of vLLM's registry.
         seed: each weight depends on this and on its own name only.
+        changed: keys of the configuration that are not as `small_config` has them.
 
     Returns:
         The directory.
@@ -56,6 +59,7 @@ def write_checkpoint(directory: Path, architecture: str, seed: int = 0) -> Path:
     config = small_config(architecture)
     if isinstance(config, str):
         raise NoCheckpointError(config)
+    config |= changed or {}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     made_by = getattr(transformers, SIMILAR.get(architecture, architecture), None)

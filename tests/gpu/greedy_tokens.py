@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
 The argument is a list of {"model", "layout", "dtype", "compiled", "prompt_gpu", "long", "share",
-"shares", "experts", "linked", "split", "drafts", "linear_backend"};
+"shares", "experts", "linked", "split", "drafts", "linear_backend", "additional"};
 an empty layout is stock vLLM on one GPU.
 """
 
@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from ray_hetero.errors import RayHeteroError
 
@@ -55,6 +56,9 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.2,
         "linear_backend": run["linear_backend"],
+        # Prompts are tokens, and not every checkpoint has a tokenizer.
+        "skip_tokenizer_init": True,
+        "additional_config": run["additional"],
     }
     if run["drafts"]:
         common |= {"speculative_config": run["drafts"], "disable_log_stats": False}
@@ -92,7 +96,8 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         "distributed_executor_backend": "ray_hetero",
         "pipeline_parallel_size": len(stages),
         "tensor_parallel_size": max(map(len, stages)),
-        "additional_config": {
+        "additional_config": run["additional"]
+        | {
             "ray_hetero": {
                 "layout": layout,
                 "cpu": cpu,
@@ -104,15 +109,25 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(run: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine and generate; what it said, or why it did not start."""
-    start = time.monotonic()
+    """Start the engine and generate; what it said, or why it did not."""
     try:
-        llm = LLM(**settings(run))
-    except (RuntimeError, ValueError, RayHeteroError) as error:
+        return _answer(run)
+    # What an engine fails with while it is built in this process, or says of its own.
+    except (
+        RuntimeError, ValueError, AssertionError, AttributeError, KeyError, ImportError, TypeError,
+        RayHeteroError, EngineDeadError,
+    ) as error:  # fmt: skip
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _answer(run: dict[str, Any]) -> dict[str, Any]:
+    start = time.monotonic()
+    llm = LLM(**settings(run))
     started = time.monotonic()
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
-    vocabulary = llm.get_tokenizer().vocab_size
+    sampling = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2, detokenize=False
+    )
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     # The second time all prompts are in the prefix cache, but for their last blocks.
     rounds = [long_prompts(vocabulary)] * 2 if run["long"] else [prompts(vocabulary)]
     outputs = [

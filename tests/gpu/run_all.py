@@ -67,6 +67,8 @@ PARTS = (
     Part("layouts", "test_layouts.py", 900),
     Part("drafts", "test_gpu_drafts.py", 500),
     Part("experts", "test_gpu_experts.py", 900),
+    Part("families", "test_gpu_families.py", 700),
+    Part("linked_experts", "test_linked_experts.py", 200),
     Part("whole_layers", "test_prefill_layers.py", 150),
     Part("step_graphs", "test_step_graphs_on_gpu.py", 100),
     Part("boundary", "test_stage_boundary_on_gpu.py", 100),

@@ -50,6 +50,12 @@ PRETENDED = 5
 DRAFTED = 3
 """Draft tokens of a request in a step."""
 
+
+def is_family(model: str) -> bool:
+    """Whether a model is named by its architecture in vLLM's registry, as mixtures here are."""
+    return model.endswith("ForCausalLM")
+
+
 Layout = str | list[list[str]]
 Answer = dict[str, Any]
 
@@ -59,7 +65,8 @@ class Case:
     """One engine."""
 
     model: str
-    """Architecture, `-` and a format of `demo-model --stored` behind it if quantised."""
+    """Architecture of `demo-model`, `-` and a format of `demo-model --stored` behind it if
+    quantised; or one of vLLM's registry."""
     dtype: str = "float32"
     layout: str = ""
     """Kinds of the ranks, `g` and `c`, stage by stage: `c/g` is a CPU stage before a GPU stage,
@@ -83,6 +90,8 @@ class Case:
     """Method of speculative decoding, as vLLM names it."""
     linear_backend: str = "auto"
     """Kernels of linear layers on the GPU, of the reference too, as vLLM names them."""
+    gdn_prefill_backend: str = ""
+    """Kernel of Gated DeltaNet for prompts, of the reference too, as vLLM names it."""
 
     def __str__(self) -> str:
         """Name of the test."""
@@ -118,8 +127,9 @@ class Case:
     def reference(self) -> Case:
         """What it is compared with."""
         return Case(
-            self.model, self.dtype, is_long=self.is_long, linear_backend=self.linear_backend
-        )
+            self.model, self.dtype, is_long=self.is_long, linear_backend=self.linear_backend,
+            gdn_prefill_backend=self.gdn_prefill_backend,
+        )  # fmt: skip
 
     @property
     def rounds_activations(self) -> bool:
@@ -133,7 +143,8 @@ class Case:
             return INT8_TOLERANCE
         if self.rounds_activations:
             return FP8_TOLERANCE
-        found = ROUTED_TOLERANCE if self.model in ROUTED else LOGPROB_TOLERANCE
+        is_routed = self.model in ROUTED or is_family(self.model)
+        found = ROUTED_TOLERANCE if is_routed else LOGPROB_TOLERANCE
         return found[self.dtype]
 
     @property
@@ -230,6 +241,11 @@ def _run(
             "split": case.is_split,
             "drafts": drafts(case.drafts, checkpoint),
             "linear_backend": case.linear_backend,
+            "additional": (
+                {"gdn_prefill_backend": case.gdn_prefill_backend}
+                if case.gdn_prefill_backend
+                else {}
+            ),
         }
         for case in cases
     ]
