@@ -17,6 +17,13 @@ struct Silu {
   }
 };
 
+struct Sigmoid {
+  static Floats of(Floats x) {
+    const Floats one = spread(1.0f);
+    return over(one, plus(one, power_of_two(times(x, spread(-kLog2E)))));
+  }
+};
+
 struct Relu {
   static Floats of(Floats x) { return larger_of_first(zeros(), x, kLanes); }
 };

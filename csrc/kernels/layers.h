@@ -203,6 +203,48 @@ struct LatentCache {
   std::int64_t block_stride, token_stride;  // elements
 };
 
+// Heads of a Gated DeltaNet: queries and keys of each key head belong to as many value heads.
+struct GatedDeltaHeads {
+  std::int64_t key_heads = 0, value_heads = 0;
+  std::int64_t key = 0, value = 0;  // elements of a head's key or query, and of its value
+  // Whether products give what belongs to a key head together, [query, key, values, output gates] and
+  // [write gates, decays]; else each of these for all heads.
+  bool is_by_key_head = false;
+
+  std::int64_t each() const { return value_heads / key_heads; }
+  std::int64_t keys() const { return key_heads * key; }
+  std::int64_t values() const { return value_heads * value; }
+  std::int64_t channels() const { return 2 * keys() + values(); }  // that are convolved
+  std::int64_t inputs() const { return channels() + values(); }
+};
+
+// A layer with a Gated DeltaNet, up to the norm before its experts, or with its MLP.
+struct GatedDeltaLayer {
+  GatedDeltaHeads heads;
+  Norm norm;     // before its products
+  Linear input;  // gives queries, keys, values and output gates
+  Linear gates;  // gives a write gate and a decay for each value head; more outputs are not read
+  const std::uint16_t* taps = nullptr;  // of the convolution [taps][channels], bf16, the last of now
+  std::int64_t tap_count = 0;
+  const float* rates = nullptr;      // [value heads], below 0: of decays
+  const float* rate_bias = nullptr;  // [value heads]
+  const float* head_norm = nullptr;  // [value], of what heads give
+  float epsilon = 0;
+  bool is_sigmoid = false;  // whether output gates are; else they are SiLU
+  PostAttention behind;
+};
+
+// States of a layer, and which of them the tokens of a step have.
+struct LinearStates {
+  std::uint16_t* inputs = nullptr;  // [states][tap_count - 1][channels], bf16, the oldest first
+  std::int64_t inputs_stride = 0;   // elements from a state to the next
+  void* heads = nullptr;            // [states][value heads][key][value]
+  std::int64_t heads_stride = 0;
+  bool is_float = false;                   // whether the latter are float32; else bf16
+  const std::int32_t* numbers = nullptr;  // [m]; 0 and below for a token without a state
+  std::int64_t m = 0;
+};
+
 // Formulas of what lies between the products of a mixture's expert: each NAME has a class NAME in
 // expert_activations.h, which says it, and a row in ray_hetero/kernels/experts/activations.py.
 #define RAY_HETERO_EXPERT_ACTIVATIONS(ACTIVATION)                                            \

@@ -4,6 +4,7 @@
 
 #include "decode_step.h"
 #include "experts.h"
+#include "gated_delta_layer.h"
 #include "kernels.h"
 #include "latent_layer.h"
 #include "linear.h"
@@ -16,7 +17,7 @@
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 const Kernels& kernels() {
-  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, run, expand};
+  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, run, run, expand};
   return made;
 }
 

@@ -14,13 +14,12 @@ from torch import nn
 from placement.units import GIB
 from ray_hetero.compat.models.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.layers import decoder_layers, latent_layers
+from ray_hetero.kernels.layers import decoder_layers
 from ray_hetero.kernels.layers.adapters import Adapters
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, register
 from ray_hetero.kernels.layers.fused_modules import (
     MODULES,
     WITH_MODULES,
-    LatentAttentionRun,
     keep_parts,
 )
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
@@ -119,9 +118,8 @@ def install(
             if run.adapters is not None:
                 keep_parts(one, layers[number])
             layers[number] = one
-    for latent in found.latents:
-        number = latent_layers.register(latent.layer)
-        latent.layers[latent.place] = LatentAttentionRun(number, latent.mlp)
+    for single in found.single:
+        single.layers[single.place] = single.operator.replacement(single.mlp)
     if adapters is not None:
         logger.info(
             "adapters of requests are added in the same call, up to %d at once, of rank %d and "
@@ -141,7 +139,7 @@ def install(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
-    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.latents)
+    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.single)
     return Fused(layers_fused, shares is not None and not shares.is_empty, first, output)
 
 

@@ -135,6 +135,25 @@ def _glm4_moe(shape: DemoShape, common: Common) -> Any:
     )
 
 
+def _qwen3_next(shape: DemoShape, common: Common) -> Any:
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **common,
+        **_routed(shape),
+        head_dim=shape.head_size,
+        num_experts=8,
+        shared_expert_intermediate_size=64,
+        # A layer with an MLP, others with experts.
+        mlp_only_layers=[0],
+        layer_types=["linear_attention", "full_attention"] * (shape.layers // 2),
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+    )
+
+
 def _gpt_oss(shape: DemoShape, common: Common) -> Any:
     from transformers import GptOssConfig
 
@@ -160,5 +179,6 @@ MAKERS: dict[str, Callable[[DemoShape, Common], Any]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
 }
 """Name → maker of its transformers config."""

@@ -303,6 +303,35 @@ def test_latent_attention_of_this_project_with_routers(
     check_beside_stock(architecture, exact, theirs, ours, times=1.25, more=3, least=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(has_no_native, reason="needs the native module")
+@pytest.mark.parametrize(("pipeline", "tensor"), [(2, 1), (1, 2)])
+def test_linear_states_of_this_project(
+    pipeline: int, tensor: int, scene: Scene, tmp_path: Path, model: Model
+) -> None:
+    cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming"}
+    # vLLM's operators for CPUs compute a Gated DeltaNet in bfloat16 only.
+    kind = {"dtype": "bfloat16", "hf_overrides": {"num_experts_per_tok": 8}}
+    path, asked = model("qwen3_next", "bf16"), batch(prompts(), logprobs=2)
+    runs = [
+        (engine(path, **kind), [asked]),
+        (engine(path, pipeline, tensor, **kind, **hetero(cpu=cpu)), [asked, TOTALS]),
+    ]
+    folder = tmp_path / "run"
+    (theirs,), (ours, totals) = run_engines(scene, folder, runs, extra=IN_THIS_PROCESS)
+    log = (folder / "log").read_text()
+    # The layers between them are vLLM's own, with a gate behind their attention.
+    layers = 2 // pipeline
+    assert f"{layers} layers are computed as one operator" in log
+    assert ("add up their products in shared memory" in log) == (tensor > 1)
+    native = [rank["native_layer_tokens"] for rank in totals]
+    assert all(count >= layers * 16 * 20 for count in native), native
+    apart, gaps = apart_from(theirs, ours)
+    print(f"{pipeline}, {tensor}: {apart:.5f} from stock vLLM, answers part at {gaps}")
+    assert len(gaps) <= 3
+    assert all(gap < NEARLY_EQUAL for gap in gaps)
+
+
 def check_beside_stock(
     name: str, exact: list[Json], theirs: list[Json], ours: list[Json], *,
     times: float, more: int, least: float = 0.0,

@@ -51,4 +51,5 @@ PYBIND11_MODULE(_streaming_linear, module) {
   ray_hetero::bind_post_attention(module);
   ray_hetero::bind_decode_step(module);
   ray_hetero::bind_latent_layer(module);
+  ray_hetero::bind_gated_delta_layer(module);
 }

@@ -12,6 +12,7 @@ IN_TRANSFORMERS = "vLLM runs it with Transformers' modelling code, whose layers 
 EXPERTS = "experts in a separate call"
 OTHER_EXPERTS = "layers not recognised; experts and linear layers stream one by one"
 LATENT = "multi-head latent attention"
+LINEAR_STATES = "layers with a linear state, those with attention operator by operator"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,14 @@ ARCHITECTURES = (
         ("deepseek_v2", "deepseek_v3", "kimi_k2"),
         ("deepseek_v2", "deepseek_v3"),
         f"{EXPERTS}, {LATENT}",
+        is_in_parts=True,
+    ),
+    Architecture(
+        "Qwen3-Next, Qwen3.5",
+        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        ("qwen3_next",),
+        f"{EXPERTS}, {LINEAR_STATES}",
         is_in_parts=True,
     ),
     Architecture(

@@ -125,6 +125,31 @@ class LatentAttentionRun(AttentionRun):
         return self.mlp(given), total
 
 
+class GatedDeltaRun(nn.Module):  # type: ignore[misc]
+    """Replaces a layer with a Gated DeltaNet.
+
+    Args:
+        run: the number that the operator is called with.
+        mlp: vLLM's module that computes what comes behind, if something does.
+
+    """
+
+    def __init__(self, run: int, mlp: nn.Module | None) -> None:
+        super().__init__()
+        self.run = run
+        self.mlp = mlp
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the layer, in which no position counts."""
+        given, total = torch.ops.ray_hetero.gated_delta_layer(hidden_states, residual, self.run)
+        return given if self.mlp is None else self.mlp(given), total
+
+
 class SumRun(FusedRun):
     """`Calls.SUM`."""
 

@@ -27,8 +27,7 @@ from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.kernels.layers import attention
 from ray_hetero.kernels.layers.adapters import Adapters, adapters_of
 from ray_hetero.kernels.layers.attention import Attention, as_norm
-from ray_hetero.kernels.layers.latent_fusion import latent_layer_of
-from ray_hetero.kernels.layers.latent_layers import LatentLayer
+from ray_hetero.kernels.layers.kinds import LayerOperator, operator_of
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import (
     Activation,
@@ -86,15 +85,15 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class LatentRun:
-    """A layer with multi-head latent attention, which becomes an operator of its own."""
+class SingleLayer:
+    """A layer that becomes an operator of its own."""
 
     layers: nn.ModuleList
     """List of vLLM's model that holds the layer."""
     place: int
-    layer: LatentLayer
-    mlp: nn.Module
-    """Module of vLLM's that comes behind the layer."""
+    operator: LayerOperator
+    mlp: nn.Module | None
+    """Module of vLLM's that comes behind the operator; None if nothing does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +105,8 @@ class Fusible:
     """Layers that cannot, by why."""
     callers: list[nn.Module]
     """Modules that vLLM compiles, of whose layers all can be fused: little is left to compile."""
-    latents: list[LatentRun]
-    """Layers with multi-head latent attention."""
+    single: list[SingleLayer]
+    """Layers of the kinds that are operators of their own."""
 
     @classmethod
     def none(cls) -> Fusible:
@@ -119,7 +118,7 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
     """Find the layers of a model that can be fused; arguments as of `fuse`."""
     runs: list[Run] = []
     left: Counter[str] = Counter()
-    latents: list[LatentRun] = []
+    single: list[SingleLayer] = []
     whole: dict[nn.Module, bool] = {}
     for decoder in model.modules():
         name = layers_attribute(decoder)
@@ -129,9 +128,9 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
         own = list(layers)[decoder.start_layer : decoder.end_layer]
         found: list[Layer | str] = []
         for place, layer in enumerate(own, decoder.start_layer):
-            one = latent_layer_of(decoder, layer, linears, kernel)
+            one = operator_of(decoder, layer, linears, kernel)
             if isinstance(one, tuple):
-                latents.append(LatentRun(layers, place, *one))
+                single.append(SingleLayer(layers, place, *one))
                 found.append("")
                 continue
             found.append(layer_of(decoder, layer, linears, kernel) if one is None else one)
@@ -146,7 +145,7 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
             Run(decoder, name, decoder.start_layer + first, some)
             for first, some in _following(found)
         ]
-    return Fusible(runs, left, _callers(model, whole), latents)
+    return Fusible(runs, left, _callers(model, whole), single)
 
 
 def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Module]:

@@ -17,12 +17,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.models.latent_attention import blocks_of_tokens
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.layers.fused_modules import LatentAttentionRun
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.layers.post_attention import add_and_norm, norm
 from ray_hetero.kernels.linear.rank_sums import meeting
@@ -194,6 +196,10 @@ class LatentLayer:
         self._attention = attention
         self._kernel = kernel
         self._native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
+
+    def replacement(self, mlp: Any) -> nn.Module:
+        """Module that takes the layer's place in vLLM's model, before `mlp`."""
+        return LatentAttentionRun(register(self), mlp)
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None

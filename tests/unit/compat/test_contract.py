@@ -62,7 +62,10 @@ from vllm.model_executor.layers.fused_moe.router import zero_expert_router
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -91,6 +94,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
@@ -470,6 +474,20 @@ PRIVATE: list[tuple[str, Any, str]] = [
         for module, names in decoder_classes.CLASSES.items()
         for name in names
     ),
+    ("compat/models/gated_delta", gdn_attention, "_unpacked_conv_weight"),
+    ("compat/models/gated_delta", QwenGatedDeltaNetAttention, "forward_cpu"),
+    *(
+        ("compat/models/gated_delta", GDNAttentionMetadata, name)
+        for name in (
+            "num_actual_tokens",
+            "num_prefills",
+            "num_decodes",
+            "num_decode_tokens",
+            "num_spec_decodes",
+            "num_accepted_tokens",
+            "non_spec_state_indices_tensor",
+        )
+    ),
     ("compat/models/latent_attention", mla_attention, "MLAAttention"),
     ("compat/models/latent_attention", mla_attention.MLACommonDecodeMetadata, "block_table"),
     *(
@@ -520,6 +538,28 @@ ASSIGNED: list[tuple[str, type, str]] = [
             "sliding_window",
             "kv_cache_dtype",
         )
+    ),
+    *(
+        ("compat/models/gated_delta", QwenGatedDeltaNetAttention, name)
+        for name in (
+            "num_k_heads",
+            "num_v_heads",
+            "head_k_dim",
+            "head_v_dim",
+            "gqa_interleaved_layout",
+            "disable_tp_for_ba_proj",
+            "conv1d",
+            "in_proj_qkvz",
+            "in_proj_ba",
+            "A_log",
+            "dt_bias",
+            "norm",
+            "out_proj",
+        )
+    ),
+    *(
+        ("compat/models/gated_delta", RMSNormGated, name)
+        for name in ("eps", "activation", "group_size", "norm_before_gate")
     ),
     *(
         ("compat/models/latent_attention", MultiHeadLatentAttentionWrapper, name)
