@@ -149,7 +149,7 @@ def _qwen3_next(shape: DemoShape, common: Common) -> Any:
         layer_types=["linear_attention", "full_attention"] * (shape.layers // 2),
         linear_num_key_heads=4,
         linear_num_value_heads=8,
-        linear_key_head_dim=32,
+        linear_key_head_dim=64,
         linear_value_head_dim=64,
     )
 
