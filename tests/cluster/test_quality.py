@@ -36,9 +36,12 @@ OF_STOCK = 0.002
 """Nats that bf16 may be away from stock vLLM over the whole text."""
 NOISIER = 2
 """Times stock's standard deviation between tokens that an engine may have."""
-FEW = 6
-"""Windows of the rows that `make test` has."""
-USUAL = ("bf16/pipeline", "12 bits/tensor", "fp8/chunks", "w4a16/drafts")
+FEW = 2
+"""Windows of the rows that are measured first, whose bound is 2.6 times that of all windows."""
+USUAL = ("bf16/one", "12 bits/one", "fp8/one", "w4a16/one")
+"""Rows of one rank each, as most of their time is that of starting ranks."""
+WAYS, SOME = ("bf16/pipeline", "12 bits/tensor", "fp8/chunks", "w4a16/drafts"), 6
+"""Rows of other ways, and their windows."""
 
 Measured = Callable[..., list[Json]]
 
@@ -64,7 +67,7 @@ def measured(scene: Scene, trained: Path, tmp_path: Path) -> Measured:
     def measure(rows: Sequence[str], windows: int = quality.WINDOWS) -> list[Json]:
         command = [
             sys.executable, str(SCRIPT), "--model", str(trained), "--out", str(tmp_path),
-            "--rows", ",".join(rows), "--windows", str(windows),
+            "--rows", ",".join(rows), "--windows", str(windows), "--one-ray",
         ]  # fmt: skip
         child = start(scene, command, tmp_path / "log")
         status = child.wait(START_SECONDS * (len(rows) + 1))
@@ -99,9 +102,15 @@ def check(row: Json, windows: int) -> None:
 
 @pytest.mark.slow
 def test_usual_formats(measured: Measured) -> None:
-    rows = measured(USUAL, FEW)
-    for row in rows:
+    for row in measured(USUAL, FEW):
         check(row, FEW)
+
+
+@pytest.mark.slow
+def test_ways_of_formats(measured: Measured) -> None:
+    rows = measured(WAYS, SOME)
+    for row in rows:
+        check(row, SOME)
     assert rows[-1]["accepted"] > 0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from ray_hetero.compat.models.custom_ops import vllm_ops
+from ray_hetero.compat.models.custom_ops import rounds, vllm_ops
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, adapters_in, product
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
@@ -93,7 +93,7 @@ class PostAttentionBlock:
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.parts
-        if parts.activation != "silu" or not parts.is_gated:
+        if parts.activation != "silu" or not parts.is_gated or not rounds():
             return parts.activated(x)
         gated = x.new_empty((x.shape[0], x.shape[1] // 2))
         torch.ops._C.silu_and_mul(gated, x)
@@ -125,7 +125,7 @@ def addend(x: torch.Tensor, own: Norm | None, multiplier: float) -> torch.Tensor
 
 def norm(x: torch.Tensor, how: Norm) -> torch.Tensor:
     """The norm of x [M, N], bf16."""
-    if how.kind != "rms":
+    if how.kind != "rms" or not rounds():
         return how(x)
     result = torch.empty_like(x)
     vllm_ops.rms_norm(result, x, how.weight, how.epsilon)
@@ -144,7 +144,7 @@ def add_and_norm(x: torch.Tensor, residual: torch.Tensor, how: Norm) -> torch.Te
     if how.of_rounded:
         residual += x
         return norm(residual, how)
-    if how.kind == "rms":
+    if how.kind == "rms" and rounds():
         torch.ops._C.fused_add_rms_norm(x, residual, how.weight, how.epsilon)
         return x
     both = residual.float() + x

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.formats import CompactWeight, PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
+from ray_hetero.kernels.layers import post_attention  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import (  # noqa: E402
     ACTIVATIONS,
     Activation,
@@ -278,6 +279,18 @@ def test_many_tokens_are_one_piece_of_work_for_a_gpu(
     for tokens in (15, 16, 64, 65, 50):
         check(fused, layer, tokens)
     assert sizes == [16, 64, 50]
+
+
+def test_steps_of_many_tokens_round_and_do_not_cut_off() -> None:
+    torch.manual_seed(0)
+    how = Norm(torch.ones(HIDDEN).bfloat16(), EPSILON)
+    x, y = (torch.randn(64, HIDDEN).bfloat16() for _ in range(2))
+    total = x.float() + y.float()
+    normed, behind = post_attention.norm(x, how), post_attention.add_and_norm(y, x.clone(), how)
+    for found, given in ((normed, x.float()), (behind, total)):
+        exact = torch.nn.functional.rms_norm(given.double(), (HIDDEN,), eps=EPSILON)
+        # What is cut off is smaller in all places.
+        assert 0.45 < (found.double().abs() < exact.abs()).double().mean() < 0.55
 
 
 def test_layers_that_do_not_fit_together_are_refused() -> None:
