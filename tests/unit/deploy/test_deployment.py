@@ -24,7 +24,8 @@ from ray_hetero.runtime.ray_arguments import RAY_SETTINGS, ray_arguments
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 CONTAINER, KUBERNETES = DEPLOY / "container", DEPLOY / "kubernetes"
-UNIT = DEPLOY / "systemd" / "ray-hetero.service"
+UNIT = DEPLOY / "systemd" / "ray-hetero@.service"
+PROXY = DEPLOY / "proxy"
 GIB = 1 << 30
 UNITS = {"Gi": GIB, "gb": GIB}
 
@@ -47,7 +48,8 @@ def test_every_file_says_what_it_is_for_and_is_on_the_page() -> None:
     files = [path for path in DEPLOY.rglob("*") if path.is_file()]
     assert len(files) > 8
     for path in files:
-        assert path.read_text(encoding="utf-8").startswith("# "), path.name
+        first = path.read_text(encoding="utf-8").removeprefix("#!/bin/sh\n")
+        assert first.startswith("# "), path.name
         assert str(path.relative_to(ROOT)) in page or path.is_relative_to(DEPLOY / "grafana")
 
 
@@ -160,9 +162,20 @@ def pods(path: Path) -> Iterator[dict[str, Any]]:
     if "template" in spec:
         yield spec["template"]
     else:
-        cluster = spec["rayClusterSpec"]
-        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        for group in groups(cluster_of(loaded(path)[0])):
             yield group["template"]
+
+
+def cluster_of(resource: dict[str, Any]) -> dict[str, Any]:
+    """The Ray cluster of a job or a service of KubeRay."""
+    spec = resource["spec"]
+    found: dict[str, Any] = spec.get("rayClusterSpec") or spec["rayClusterConfig"]
+    return found
+
+
+def groups(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    """Groups of a cluster's pods."""
+    return [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())]
 
 
 def user_of_the_image() -> int:
@@ -171,7 +184,8 @@ def user_of_the_image() -> int:
     return int(found[1])
 
 
-MANIFESTS = sorted(KUBERNETES.glob("*.yaml"))
+MANIFESTS = [KUBERNETES / f"{name}.yaml" for name in ("deployment", "rayjob", "rayservice")]
+KUBERAY = MANIFESTS[1:]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
@@ -205,10 +219,10 @@ def as_pod(template: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_kubernetes_knows_every_field(path: Path) -> None:
     found = [as_pod(pod) for pod in pods(path)]
-    # A job of KubeRay is no resource of Kubernetes; its pods are checked above.
-    found += [one for one in loaded(path) if one["kind"] != "RayJob"]
+    # Those of KubeRay are no resources of Kubernetes; their pods are checked above.
+    found += [one for one in loaded(path) if one["kind"] not in ("RayJob", "RayService")]
     kinds = {one["kind"] for one in found}
-    assert kinds - {"Deployment"} == {"Pod", "ConfigMap", "NetworkPolicy", "Service"}
+    assert kinds - {"Deployment", "Service"} == {"Pod", "ConfigMap", "NetworkPolicy"}
     for resource in found:
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
@@ -223,7 +237,7 @@ def test_a_field_that_kubernetes_does_not_know_is_noticed(field: str, value: obj
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", MANIFESTS[:2], ids=lambda path: path.name)
 def test_the_service_leads_to_the_server(path: Path) -> None:
     (service,) = [one for one in loaded(path) if one["kind"] == "Service"]
     leads = [
@@ -256,8 +270,9 @@ def test_only_the_server_is_for_everybody(path: Path) -> None:
             assert [peer["podSelector"]["matchLabels"].items() for peer in rule["from"]] == [chosen]
 
 
-def test_ray_on_kubernetes_asks_for_a_token(job: dict[str, Any]) -> None:
-    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.name)
+def test_ray_on_kubernetes_asks_for_a_token(path: Path) -> None:
+    assert cluster_of(loaded(path)[0])["authOptions"] == {"mode": "token"}
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
@@ -273,14 +288,15 @@ def test_the_configuration_of_a_pod_is_one(
         named = {entry["name"]: entry.get("value") for entry in container["env"]}
         # A secret is named, and not written out; and Ray's workers inherit what its pods have.
         secret = [entry["name"] for entry in container["env"] if "valueFrom" in entry]
-        assert secret == (["VLLM_API_KEY"] if path.name == "deployment.yaml" else [])
+        expected = ["VLLM_API_KEY", "HF_TOKEN"] if path.name == "deployment.yaml" else []
+        assert secret == expected
         assert not any(is_secret(*entry) for entry in named.items() if entry[1])
         folder = next(m["mountPath"] for m in container["volumeMounts"] if m["name"] == "config")
         assert named[ENVIRONMENT_VARIABLE] == f"{folder}/{name}"
 
 
-def test_ray_starts_with_what_the_command_prints_there(job: dict[str, Any]) -> None:
-    cluster = job["spec"]["rayClusterSpec"]
+@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.name)
+def test_ray_starts_with_what_the_command_prints_there(path: Path) -> None:
     sockets = tuple(
         NumaNode(
             socket,
@@ -291,7 +307,7 @@ def test_ray_starts_with_what_the_command_prints_there(job: dict[str, Any]) -> N
         )
         for socket in range(2)
     )
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+    for group in groups(cluster_of(loaded(path)[0])):
         (container,) = group["template"]["spec"]["containers"]
         limits = container["resources"]["limits"]
         gpus = tuple(Gpu(index) for index in range(int(limits.get("nvidia.com/gpu", 0))))
@@ -307,10 +323,103 @@ def test_ray_starts_with_what_the_command_prints_there(job: dict[str, Any]) -> N
 def test_the_job_is_one_of_kuberay(job: dict[str, Any]) -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert f"--distributed-executor-backend {BACKEND}" in job["spec"]["entrypoint"]
-    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
-    assert f"ray=={job['spec']['rayClusterSpec']['rayVersion']}\n" in lock
     for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+
+
+@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.name)
+def test_ray_has_the_version_of_the_image(path: Path) -> None:
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert f"ray=={cluster_of(loaded(path)[0])['rayVersion']}\n" in lock
+
+
+def test_the_application_of_ray_serve_has_a_bundle_for_every_rank() -> None:
+    (service, *_) = loaded(KUBERNETES / "rayservice.yaml")
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == "ray.serve.llm:build_openai_app"
+    (model,) = application["args"]["llm_configs"]
+    engine = model["engine_kwargs"]
+    config = load_config(engine["additional_config"])
+    bundles = model["placement_group_config"]["bundles"]
+    gpus = [bundle for bundle in bundles if "GPU" in bundle]
+    assert len(gpus) == engine["pipeline_parallel_size"]
+    assert len(bundles) - len(gpus) == config.experts.ranks
+    assert model["runtime_env"]["env_vars"] == {"RAY_HETERO_INSTEAD_OF": "ray"}
+    (pod,) = pods(KUBERNETES / "rayservice.yaml")
+    requested = pod["spec"]["containers"][0]["resources"]["requests"]
+    assert sum(bundle["CPU"] for bundle in bundles) <= int(requested["cpu"])
+
+
+def test_prometheus_finds_the_services_under_the_name_that_alerts_have() -> None:
+    (monitor,) = loaded(KUBERNETES / "servicemonitor.yaml")
+    labels = monitor["spec"]["selector"]["matchLabels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "ray_hetero"}]
+    for path in MANIFESTS[:2]:
+        (service,) = [one for one in loaded(path) if one["kind"] == "Service"]
+        assert labels <= service["metadata"]["labels"].items()
+        assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+
+
+def test_running_requests_have_time_to_end() -> None:
+    (command,) = settings_of_unit()["ExecStart"]
+    stops = int(settings_of_unit()["TimeoutStopSec"][0])
+    assert stops >= int(re.findall(r"--shutdown-timeout (\d+)", command)[0]) + 30
+    (pod,) = pods(KUBERNETES / "deployment.yaml")
+    (container,) = pod["spec"]["containers"]
+    waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    (drains,) = [word for word in container["args"] if word.startswith("--shutdown-timeout=")]
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= waits + int(drains[19:]) + 20
+
+
+# Proxy.
+
+
+def test_the_proxy_leads_to_the_ports_of_the_units() -> None:
+    text = (PROXY / "haproxy.cfg").read_text(encoding="utf-8")
+    assert "PORT=8001\n" in (UNIT.parent / "chat.env").read_text(encoding="utf-8")
+    fronts = re.findall(r"^frontend (\w+)\n +bind :(\d+)\n +default_backend (\w+)$", text, re.M)
+    backs = re.findall(r"^backend (\w+)\n +server engine 127.0.0.1:(\d+)$", text, re.M)
+    assert [name for name, _, _ in fronts] == [name for _, _, name in fronts]
+    assert [name for name, _ in backs] == [name for name, _, _ in fronts]
+    ports = [port for _, port, _ in fronts] + [port for _, port in backs]
+    assert len(set(ports)) == len(ports)
+    assert dict(backs)["chat"] == "8001"
+    # A request waits for a server that starts, and its connection ends with it.
+    assert "option http-server-close" in text
+    assert int(re.findall(r"retries (\d+)", text)[0]) >= 600
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="no haproxy here")
+def test_haproxy_takes_its_configuration() -> None:
+    check = ["haproxy", "-c", "-f", str(PROXY / "haproxy.cfg")]
+    checked = subprocess.run(check, capture_output=True, text=True, timeout=20)
+    assert (checked.returncode, "WARNING" in checked.stderr) == (0, False), checked.stderr
+
+
+def test_an_upgrade_leads_requests_away_before_the_old_instance_stops(tmp_path: Path) -> None:
+    for program in ("socat", "systemctl", "sleep"):
+        fake = tmp_path / program
+        fake.write_text(f'#!/bin/sh\ntest {program} != socat || cat >> {tmp_path}/said\n'
+                        f'echo {program} "$@" >> {tmp_path}/said\n')  # fmt: skip
+        fake.chmod(0o755)
+    (tmp_path / "chat-new.env").write_text('MODEL=x\nPORT="8101"\n')
+    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HETERO_ENV": str(tmp_path)}
+    upgrade = [str(PROXY / "upgrade.sh"), "chat", "chat"]
+    done = subprocess.run([*upgrade, "chat-new"], env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "said").read_text().splitlines() == [
+        "set server chat/engine addr 127.0.0.1 port 8101",
+        "socat - UNIX-CONNECT:/run/haproxy/admin.sock",
+        "sleep 2",
+        "systemctl stop ray-hetero@chat",
+        "systemctl start ray-hetero@chat-new",
+    ]
+    (tmp_path / "chat-new.env").write_text("MODEL=x\n")
+    done = subprocess.run([*upgrade, "chat-new"], env=given, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"expected PORT=number in {tmp_path}/chat-new.env" in done.stderr
 
 
 # systemd.
@@ -318,7 +427,7 @@ def test_the_job_is_one_of_kuberay(job: dict[str, Any]) -> None:
 
 def settings_of_unit() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for line in UNIT.read_text(encoding="utf-8").splitlines():
+    for line in UNIT.read_text(encoding="utf-8").replace("\\\n", "").splitlines():
         if "=" in line and not line.startswith("#"):
             key, _, value = line.partition("=")
             found.setdefault(key, []).append(value)
@@ -342,7 +451,7 @@ def test_the_unit_starts_again_and_ends_in_order() -> None:
 def test_the_unit_has_its_variables_from_the_file() -> None:
     (command,) = settings_of_unit()["ExecStart"]
     assert f"--distributed-executor-backend {BACKEND}" in command
-    lines = (UNIT.parent / "engine.env").read_text(encoding="utf-8").splitlines()
+    lines = (UNIT.parent / "chat.env").read_text(encoding="utf-8").splitlines()
     given = {line.partition("=")[0] for line in lines if re.match(r"[A-Z_]+=", line)}
     assert set(re.findall(r"\$\{?([A-Z_]+)", command)) == given
 
