@@ -21,6 +21,7 @@ from ray_hetero.cli.serve import serve
 from ray_hetero.cli.status import status
 from ray_hetero.cli.top import top
 from ray_hetero.cli.topology import topology
+from ray_hetero.cli.tune import tune
 from ray_hetero.errors import RayHeteroError
 
 commands = typer.Typer(
@@ -37,6 +38,10 @@ commands.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve)
 commands.command(short_help="Measure a running server, or this host.")(bench)
+commands.command(
+    short_help="Try settings of a server, and print the best command.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(tune)
 commands.command(short_help="The configuration in force, and its sources.")(config)
 commands.command(short_help="Diagnose this host and print the fix.")(doctor)
 commands.command(short_help="The engines that run on the Ray cluster.")(status)

@@ -43,14 +43,9 @@ def serve(
 
     All other options are those of `ray-hetero plan` and of `vllm serve`.
     """
-    planned, others = divided(ctx.args)
-    found = _plan(model, planned)
+    options, others = divided(ctx.args)
+    found = planned(model, options)
     command = shlex.split(found["command"])
-    if command[2] != model:
-        raise StartupError(
-            f"{model}: expected a folder with safetensors files or a name on the hub, found a "
-            "configuration without weights. `ray-hetero plan` takes it, a server does not"
-        )
     from ray_hetero.cli.serving.parsers import parser_options
 
     command += [*parser_options(found["model_type"], others), *others]
@@ -68,7 +63,7 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
     """
     known = _plan_options()
-    planned: list[str] = []
+    of_plan: list[str] = []
     others: list[str] = []
     left = [argument for argument in arguments if argument != "--"]
     while left:
@@ -81,11 +76,11 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
                 f"{name}: expected settings as options of `ray-hetero plan`, or in the file that "
                 "RAY_HETERO_CONFIG names, so that the plan knows them"
             )
-        taken = planned if name in known else others
+        taken = of_plan if name in known else others
         taken.append(argument)
         if name in known and not is_joined and left:
             taken.append(left.pop(0))
-    return planned, others
+    return of_plan, others
 
 
 def _plan_options() -> set[str]:
@@ -96,8 +91,17 @@ def _plan_options() -> set[str]:
     return {name for one in parameters for name in one.opts if name.startswith("-")} - ELSEWHERE
 
 
-def _plan(model: str, options: Sequence[str]) -> Mapping[str, Any]:
-    """The plan as JSON; where there is none, this process ends as `ray-hetero plan` does."""
+def planned(model: str, options: Sequence[str]) -> Mapping[str, Any]:
+    """The plan as JSON; where there is none, this process ends as `ray-hetero plan` does.
+
+    Args:
+        model: to plan.
+        options: of `ray-hetero plan`.
+
+    Raises:
+        StartupError: the plan takes too long, or the model is a configuration without weights.
+
+    """
     command = [str(Path(sys.executable).with_name("ray-hetero")), "plan", model, "--json", *options]
     if os.environ.get("RAY_ADDRESS"):
         command.append("--cluster")
@@ -112,6 +116,11 @@ def _plan(model: str, options: Sequence[str]) -> Mapping[str, Any]:
     if done.returncode:
         raise typer.Exit(done.returncode)
     found: Mapping[str, Any] = json.loads(done.stdout)
+    if shlex.split(found["command"])[2] != model:
+        raise StartupError(
+            f"{model}: expected a folder with safetensors files or a name on the hub, found a "
+            "configuration without weights. `ray-hetero plan` takes it, a server does not"
+        )
     return found
 
 
