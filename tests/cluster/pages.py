@@ -83,6 +83,11 @@ MONITORING = "docs/watching.md"
 RAY_SERVE = "docs/ray-serve.md"
 API = "docs/api.md"
 PATCHED = "docs/patched-vllm.md"
+SERVE_KOREAN = "docs/quick-start-serve.ko.md"
+SERVE_PARTS = (
+    "ray-hetero doctor", '"ranks_per_socket": 2', "curl ", "ray start --head",
+    "export RAY_ADDRESS=FIRST",
+)  # fmt: skip
 PATCHED_KOREAN = "docs/patched-vllm.ko.md"
 BENCHMARKS = "docs/benchmarks/index.md"
 NUMA = "docs/numa-qemu.md"
@@ -142,6 +147,7 @@ NOT_RUN = {
     ),
     Block(INSTALLATION, "ray start --head"): SAME,
     Block(INSTALLATION, "pip wheel"): "fetches the CUDA build of vLLM, some gigabytes",
+    Block(INSTALLATION, "pip install --no-index"): NEEDS_GPU,
     Block(INSTALLATION, "pip install 'dist/"): "tests/packaging installs the wheel",
     Block("CONTRIBUTING.md", "make env"): "CI runs these commands",
     Block("docs/contributing.md", "look_at_pages.py"): "needs Chromium",
@@ -170,7 +176,11 @@ NOT_RUN = {
     Block(EXPERTS, "GPU slots for 5, 10, 25 %"): EXAMPLE,
     Block(CONFIGURATION, "yaml-language-server"): "is for an editor",
     Block(DEPLOYMENT, "docker build"): "needs Docker, and a GPU",
-    Block(DEPLOYMENT, "sudo systemctl"): NEEDS_ROOT,
+    Block(DEPLOYMENT, "systemctl daemon-reload"): NEEDS_ROOT,
+    Block(DEPLOYMENT, "upgrade.sh"): "tests/cluster/test_upgrade.py runs the script",
+    Block(DEPLOYMENT, "kubectl create secret"): "needs a cluster",
+    **{Block(SERVE_KOREAN, text): SAME for text in SERVE_PARTS},
+    Block(SERVE_KOREAN, "┃ rank ┃ stage ┃"): EXAMPLE,
     **{
         Block(page, "opt-125m --distributed-executor-backend ray_hetero" + end): NEEDS_GPU
         for page in (PATCHED, PATCHED_KOREAN)

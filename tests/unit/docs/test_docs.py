@@ -122,6 +122,28 @@ def test_the_two_readmes_have_the_same_content() -> None:
     assert skeleton(korean) == skeleton(english)
 
 
+def test_the_korean_quick_start_has_the_commands_of_the_english_one() -> None:
+    english, korean = (
+        (DOCS / name).read_text(encoding="utf-8")
+        for name in ("quick-start-serve.md", "quick-start-serve.ko.md")
+    )
+    for part in (r"^```\w+\n.*?^```$", r"^## "):
+        found = [re.findall(part, text, re.M | re.S) for text in (english, korean)]
+        assert found[0] == found[1]
+    named = [set(re.findall(r"`(ray-hetero [^`]+)`", text)) for text in (english, korean)]
+    assert named[1] <= named[0]
+
+
+def test_messages_of_the_korean_page_are_those_of_the_english_one_in_its_order() -> None:
+    english, korean = (
+        re.findall(r"^### (.+)$", (DOCS / name).read_text(encoding="utf-8"), re.M)
+        for name in ("troubleshooting.md", "troubleshooting.ko.md")
+    )
+    places = [english.index(heading) for heading in korean]
+    assert len(places) > 15
+    assert places == sorted(places)
+
+
 def test_the_configuration_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert written(page) == page, "type: python tools/write_configuration_page.py"
