@@ -32,9 +32,12 @@ from rich.text import Text
 COLUMNS = (80, 100, 160)
 ROWS = 50
 THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
-PAGE = """<!DOCTYPE html><meta charset="utf-8"><body style="margin: 0; background: {background};
-color: {foreground}"><pre style="margin: 8px; font: 14px/1.25 'DejaVu Sans Mono', monospace;
-width: COLUMNSch; border-right: 1px dashed #888">{code}</pre></body>"""
+PAGE = (
+    '<!DOCTYPE html><meta charset="utf-8">'
+    '<body style="margin: 0; background: {background}; color: {foreground}">'
+    "<pre style=\"margin: 8px; font: 14px/1.25 'DejaVu Sans Mono', monospace; "
+    'width: COLUMNSch; border-right: 1px dashed #888">{code}</pre></body>'
+)
 SIZE = "[document.body.scrollWidth, document.body.scrollHeight]"
 
 
