@@ -35,7 +35,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,test,docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz sanitize soak check contract docs dist lock clean
+.PHONY: help env demo test test-slow test-unit test-gpu families families-sizes fuzz sanitize soak check contract docs dist lock lock-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -138,6 +138,9 @@ dist: env ## Build sdist and wheel into dist/; BUILD_ARGS=--sdist builds the sdi
 
 lock: env ## Write requirements.lock from what is installed
 	$(BIN)/python tools/write_lock.py
+
+lock-cuda: env ## Write requirements-cuda.lock: what pip would install on a host with GPUs
+	$(BIN)/python tools/write_lock.py --cuda
 
 clean: ## Remove everything that the other commands made
 	rm -rf $(VENV) .demo build dist site *.egg-info placement/*.so ray_hetero/*.so tests/native/emulated/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

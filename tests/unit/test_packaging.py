@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -38,13 +39,53 @@ def test_the_workflow_calls_the_targets_that_ci_calls() -> None:
     assert called <= made
 
 
-def test_every_supported_python_is_in_the_workflow() -> None:
+def supported_pythons() -> list[str]:
+    """Releases of Python that the package asks for."""
     least, most = re.findall(r"3\.(\d+)", PROJECT["requires-python"])
-    supported = [f"3.{minor}" for minor in range(int(least), int(most))]
+    return [f"3.{minor}" for minor in range(int(least), int(most))]
+
+
+def test_every_supported_python_is_in_the_workflow() -> None:
+    supported = supported_pythons()
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == supported
     page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
     assert f"| Python | {', '.join(supported)} |" in page
+
+
+def test_nothing_is_published_before_all_is_built() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow["permissions"] == {}
+    jobs = workflow["jobs"]
+    assert jobs["wheels"]["strategy"]["matrix"]["python"] == supported_pythons()
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    assert jobs["publish"]["environment"] == "release"
+    writes = {name for name, job in jobs.items() if job["permissions"].get("contents") == "write"}
+    assert writes == {"publish"}
+
+
+def test_the_shell_reads_what_a_release_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"]
+             if "run" in step]  # fmt: skip
+    assert len(steps) > 6
+    for step in steps:
+        read = subprocess.run(["bash", "-n", "-c", step], capture_output=True, text=True)
+        assert (read.stderr, read.returncode) == ("", 0), step
+        # What comes from outside reaches a shell as a variable only.
+        assert "${{" not in step
+        for named in re.findall(r"HEAD ([\w /]+)$", step, re.M):
+            assert all((ROOT / folder).is_dir() for folder in named.split())
+
+
+def test_notes_of_a_release_are_its_section_of_the_changelog() -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["publish"]
+    (script,) = [s["run"] for s in steps["steps"] if "awk" in s.get("run", "")]
+    (line,) = [line for line in script.splitlines() if line.startswith("awk")]
+    given = "# Changelog\n## [Unreleased]\nlater\n## [0.1.0] - 2026-01-01\nnow\n## [0.0.1]\n"
+    command = line.partition(" CHANGELOG.md")[0].replace('"$version"', "0.1.0")
+    done = subprocess.run(["bash", "-c", command], input=given, capture_output=True, text=True)
+    assert done.stdout == "now\n"
 
 
 def test_versions_of_vllm_and_ray_are_those_that_are_supported() -> None:

