@@ -134,6 +134,9 @@ class GatedDeltaRun(nn.Module):  # type: ignore[misc]
 
     """
 
+    use_attn_reduce_scatter_for_moe = False
+    """Attribute that vLLM's model reads of its first layer; see `gated_delta_modules`."""
+
     def __init__(self, run: int, mlp: nn.Module | None) -> None:
         super().__init__()
         self.run = run

@@ -352,6 +352,8 @@ def test_layers_of_a_model_become_operators(has_experts: bool, context: SimpleNa
     (one,) = step.model.layers
     assert type(one).__name__ == "GatedDeltaRun"
     assert one.mlp is (step.layer.mlp if has_experts else None)
+    # vLLM's model asks its first layer.
+    assert step.model.use_sequence_parallel is False
     given, total = one(positions=torch.arange(2), hidden_states=step.hidden, residual=step.residual)
     assert torch.equal(total, expected[1])
     assert torch.equal(given, step.layer.mlp(expected[0]) if has_experts else expected[0])
