@@ -84,7 +84,12 @@ class Way:
             "pipeline_parallel_size": len(self.layout),
             "tensor_parallel_size": size,
             "additional_config": {
-                "ray_hetero": {"cpu": cpu, "layout": [list(stage) for stage in self.layout]}
+                "ray_hetero": {
+                    "cpu": cpu,
+                    "layout": [list(stage) for stage in self.layout],
+                    # Else the plan leaves a socket one layer of so small a model.
+                    "layers": [LAYERS // 2] * 2 if self.layout == ON_GPU else "auto",
+                }
             },
             **self.engine,
         }
@@ -103,7 +108,7 @@ def formats() -> dict[str, Format]:
 NGRAM = {
     "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4
 }  # fmt: skip
-ON_GPU = (("cpu",), ("gpu",))
+ON_GPU, LAYERS = (("cpu",), ("gpu",)), 30
 PROMPTS = {"prefill_on_gpu": True, "prefill_on_gpu_tokens": 96}
 """Steps of so many tokens are on the GPU, whatever is faster; without one the engine ends."""
 OF_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}
