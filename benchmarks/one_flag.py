@@ -9,7 +9,8 @@ users choose the same experts.  The GPU's memory is limited.  Each engine is a p
 limit.  For each, one line has the engine's choice beside that of `ray-hetero plan`, and measured
 decode steps beside predicted ones; all of it is in FOLDER/one_flag.json, and logs of the engines
 beside it.  With expert ranks, the line has the experts that a layer has read, steps of prompts
-included, beside those that planning expects of users who choose at random.
+included, beside those that planning expects of users who choose at random.  It ends with what the
+cores read before the engine and behind it.
 
     python benchmarks/one_flag.py --out FOLDER --only gpt-oss,llama,qwen      by how names begin
 """
@@ -28,6 +29,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from floor import compute_cpus, socket_bandwidths
 
 from placement.plan.cost import distinct_experts
 
@@ -144,7 +147,9 @@ def run_case(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
     found["planned"] = layout_of_notes(planned["notes"])
     log = folder / "log"
     engine = case.engine | {"model": str(folder), "gpu_memory_utilization": share}
+    read = [cores_read()]
     found |= run_engine(engine, options, log, limit_s)
+    found["cores_read_gb_per_s"] = [*read, cores_read()]
     text = log.read_text(errors="replace")
     chosen = re.findall(r"stages: (.*?) – ", text)
     found["chosen"] = chosen[0] if chosen else None
@@ -163,6 +168,15 @@ def run_case(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
                 "experts_expected": round(expected, 1),
             }
     return found
+
+
+def cores_read() -> float:
+    """GB/s that the cores of the first socket read now.
+
+    Predictions use what was measured at one time; other users of a machine change it.
+    """
+    cpus = compute_cpus(0, 1)
+    return round(socket_bandwidths(cpus)["socket"] / 1e9, 1)
 
 
 def share_of_gpu(usable_gib: float) -> float:
@@ -371,6 +385,8 @@ def said(name: str, found: dict[str, Any]) -> str:
                     f", {step['experts_read']} experts read a layer, "
                     f"{step['experts_expected']} expected"
                 )
+    before, after = found["cores_read_gb_per_s"]
+    line += f"; cores read {before} GB/s before it and {after} behind it"
     return line + (f"; {found['error']}" if "error" in found else "")
 
 
