@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.models.gated_delta import states_of_tokens
@@ -154,15 +154,17 @@ class GatedDeltaLayer:
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The same in one native call, or None if this step is something else."""
-        metadata, _, states, _ = get_attention_context(self._module.prefix)
-        if metadata is None:
+        of_layers = get_forward_context().attn_metadata
+        # Runs without requests have none; the first ones have no states yet either.
+        if not isinstance(of_layers, dict):
             return None
-        numbers = states_of_tokens(metadata, len(hidden))
+        numbers = states_of_tokens(of_layers[self._module.prefix], len(hidden))
         if numbers is None:
             return None
         route = self._kernel.route_of(len(hidden), 1)
         if route.place is not Place.NATIVE:
             return None
+        states = self._module.kv_cache
         if not self._are_known(states):
             layer_tokens.count_instead(Reason.UNKNOWN_ATTENTION)
             return None
