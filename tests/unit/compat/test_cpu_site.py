@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import stat
 import time
 import zipfile
 from hashlib import sha256
@@ -200,10 +201,19 @@ def damaged(wheel: Path) -> Path:
     return wheel
 
 
-def leaving(wheel: Path) -> Path:
+def leaving(wheel: Path, name: str = "../../outside") -> Path:
     """A wheel with a file that is outside of the folder to which it is unpacked."""
     with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("../../outside", "here")
+        archive.writestr(name, "here")
+    return wheel
+
+
+def linking(wheel: Path) -> Path:
+    """A wheel with a symbolic link to such a place."""
+    link = zipfile.ZipInfo("vllm/outside")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(link, "../../outside")
     return wheel
 
 
@@ -220,14 +230,19 @@ def leaving(wheel: Path) -> Path:
             lambda at: leaving(make_wheel(at)),
             r"outside.* a name below the folder",
         ),
+        (lambda at: leaving(make_wheel(at), "/outside"), r"a name below the folder"),
+        (lambda at: leaving(make_wheel(at), "vllm\\..\\outside"), r"a name below the folder"),
+        (lambda at: linking(make_wheel(at)), r"is a link or a device; expected plain files"),
     ],
 )
 def test_a_wrong_wheel_leaves_the_old_site_as_it_was(
     site: Path, tmp_path: Path, wheel: object, message: str
 ) -> None:
     unpack(make_wheel(tmp_path), site)
-    with pytest.raises(CpuSiteError, match=message):
+    with pytest.raises(CpuSiteError, match=message) as error:
         install_site(site, "0.32.0", wheel=wheel(tmp_path / "index"), force=True)  # type: ignore[operator]
+    assert "\n" not in str(error.value)
+    assert not [path for path in tmp_path.rglob("outside*") if path.is_relative_to(site.parent)]
     assert require_cpu_site("0.32.0", "2.13.0").directory == site
     assert sorted(path.name for path in site.parent.iterdir()) == [".site.lock", "site"]
 
