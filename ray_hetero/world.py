@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from placement.cluster.assignment import Seat
 from placement.cluster.layout import Layout
+from placement.model.expert_tensors import ExpertTensors
 from placement.plan.devices import DeviceFigures
 from ray_hetero.config import HeteroConfig
 
@@ -21,7 +22,8 @@ class EngineSpec:
     """Request of one `create_engine_config` call to this backend, carried to the executor."""
 
     engine_args: EngineArgs
-    """Arguments as the user gave them; each rank builds its own configuration from them."""
+    """Arguments as the user gave them; each rank builds its own configuration from them.  An expert
+    rank gets them apart, since to unpickle them is to import vLLM."""
     config: HeteroConfig
     ray_address: str | None
     """Cluster that the calling process was connected to, if it was."""
@@ -146,6 +148,19 @@ class World:
 
 
 @dataclass(frozen=True)
+class ExpertSource:
+    """A checkpoint whose experts are loaded without vLLM."""
+
+    model: str
+    """Folder, or name on the hub."""
+    tensors: ExpertTensors
+    layers: int
+    """Decoder layers of the model."""
+    revision: str | None = None
+    download_dir: str | None = None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """Expectation of the plan for one rank."""
 
@@ -188,5 +203,7 @@ class RankSpec:
     processor, its cores, and the CPU ranks that compute beside it."""
     gpu: DeviceFigures | None = None
     """GPU of the first stage, of an expert rank; None where the plan knows none."""
+    source: ExpertSource | None = None
+    """Checkpoint of an expert rank; None where vLLM's classes load it, and for all other ranks."""
     meeting: str = ""
     """Name by which ranks of the stages and expert ranks of this engine find each other."""

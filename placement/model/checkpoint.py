@@ -75,7 +75,7 @@ def read_headers(path: Path) -> Header:
 
     """
     tensors: Header = {}
-    for file in _files(path):
+    for file in weight_files(path):
         tensors |= _header(file)
     return tensors
 
@@ -109,7 +109,14 @@ def check_layers(name: str, headers: Iterable[str], found: Sorted) -> None:
     )
 
 
-def _files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory.
+
+    Raises:
+        DamagedCheckpointError: a file of the index is missing.
+        UnknownModelError: there is none.
+
+    """
     index = path / "model.safetensors.index.json"
     if index.is_file():
         # A directory may hold the same weights twice (consolidated.safetensors): the index decides.

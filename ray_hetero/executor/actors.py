@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -251,7 +253,11 @@ def _create(rank: RankSpec, reservation: Reservation, environment: Mapping[str, 
         runtime_env={"env_vars": public},
         max_restarts=0,
     )
-    return actor.remote(rank, secrets)
+    if not seat.serves_experts:
+        return actor.remote(rank, secrets)
+    engine_args = pickle.dumps(rank.engine.engine_args)
+    engine = replace(rank.engine, engine_args=None)
+    return actor.remote(replace(rank, engine=engine), secrets, engine_args)
 
 
 def gather(

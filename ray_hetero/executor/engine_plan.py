@@ -21,6 +21,7 @@ from ray_hetero.observability.world_table import as_text, placement_table
 from ray_hetero.planning import world_plan
 from ray_hetero.planning.cluster_measurements import bandwidth_probe, rows_probe
 from ray_hetero.planning.engine_facts import EngineFacts, facts_of
+from ray_hetero.planning.expert_source import expert_source
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.plan_request import PlanRequest
@@ -141,9 +142,10 @@ class EnginePlanner:
             engine_args.limit_batches_in_flight(vllm_config, batches)
             self._share_batches()
         here = ray.get_runtime_context().get_node_id()
+        source = expert_source(vllm_config) if plan.world.experts else None
         return EnginePlan(
             plan,
-            rank_specs(plan, nodes, self._spec, shared),
+            rank_specs(plan, nodes, self._spec, shared, source),
             plan.memory_bytes(),
             next((spare_cpus(plan, node) for node in nodes if node.node_id == here), ()),
             info_of(

@@ -10,11 +10,15 @@ from placement.host.cpulist import format_cpulist
 from placement.host.topology import Host
 from ray_hetero.planning import world_plan
 from ray_hetero.planning.planned_layers import LayerPlan
-from ray_hetero.world import EngineSpec, RankSpec, SharedSettings
+from ray_hetero.world import EngineSpec, ExpertSource, RankSpec, SharedSettings
 
 
 def rank_specs(
-    plan: LayerPlan, nodes: Sequence[Node], engine: EngineSpec, shared: SharedSettings
+    plan: LayerPlan,
+    nodes: Sequence[Node],
+    engine: EngineSpec,
+    shared: SharedSettings,
+    source: ExpertSource | None = None,
 ) -> tuple[RankSpec, ...]:
     """Put together what each rank is told, by rank.
 
@@ -23,6 +27,7 @@ def rank_specs(
         nodes: the cluster that the plan was made for.
         engine: what was asked for.
         shared: what all ranks have in common with the driver.
+        source: of experts that expert ranks load without vLLM; None for others.
 
     """
     hosts = {node.node_id: node.host for node in nodes}
@@ -57,6 +62,7 @@ def rank_specs(
             own_near_gpus=own_near_gpus[seat.node_id],
             place=place_of(plan, seat, hosts[seat.node_id], engine),
             gpu=plan.expert_gpu if seat.serves_experts else None,
+            source=source if seat.serves_experts else None,
             meeting=meeting,
         )
         for seat in plan.world.members

@@ -1,8 +1,9 @@
 """The process of an expert rank: a Ray actor that holds experts, and is no rank of vLLM's.
 
-Life: created in its socket's bundle with its environment → `prepare` builds its configuration →
-`start` loads its slices of the experts and connects to the stages → `run` computes until a stage
-ends or it is killed.
+Life: created in its socket's bundle with its environment → `prepare` claims its socket → `start`
+loads its slices of the experts and connects to the stages → `run` computes until a stage ends or it
+is killed.  vLLM, whose import takes most of such a process's start, is imported for checkpoints
+only that this package does not read by itself.
 """
 
 from __future__ import annotations
@@ -10,56 +11,61 @@ from __future__ import annotations
 from ray_hetero.worker import resting_collector  # before all that it would look through
 
 # isort: split
-import copy
 import os
+import pickle
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
+from placement.model.config import UnknownModelError
 from placement.units import MIB
-from ray_hetero.compat.worker import layer_partition
 from ray_hetero.distributed.expert_meeting import is_ready, reach, reach_reader
 from ray_hetero.distributed.expert_offers import give
-from ray_hetero.distributed.expert_service import ExpertService
-from ray_hetero.distributed.stage_experts import are_remote
-from ray_hetero.log import logger
+from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
+from ray_hetero.kernels.linear import streaming_linear
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.log import logger, show_without_vllm
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.route_trace import RouteWriter, TracedLayer
 from ray_hetero.observability.slot_forecast import SlotForecast, described
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
-from ray_hetero.worker.expert_model import core_rates, load_experts, shared_pages, slot_rates
+from ray_hetero.worker.expert_files import Share, load_from_files
+from ray_hetero.worker.expert_model import core_rates, shared_pages, slot_rates
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint
 from ray_hetero.world import RankSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 resting_collector.wake()
 
 
 class ExpertActor:
-    """Ray actor class of an expert rank; scheduled into the bundle that stands for its socket."""
+    """Ray actor class of an expert rank; scheduled into the bundle that stands for its socket.
 
-    def __init__(self, rank: RankSpec, secrets: Mapping[str, str]) -> None:
+    Args:
+        rank: what it is to be; its engine's arguments are left out.
+        secrets: variables that must not be in the actor's runtime environment, by name.
+        engine_args: the engine's arguments, pickled.
+
+    """
+
+    def __init__(self, rank: RankSpec, secrets: Mapping[str, str], engine_args: bytes) -> None:
         self._rank = rank
+        self._engine_args = engine_args
         self._service: ExpertService | None = None
         self._writing = threading.Lock()
         self._said = StepTotals()
         self._said_at = time.monotonic()
+        show_without_vllm()
         settle(rank, secrets)
 
     def prepare(self) -> Fingerprint:
-        """Build this process's configuration, and say where it runs."""
+        """Claim the socket, and say where this process runs."""
         self._claim = secure(self._rank)
-        self._vllm_config = _single_rank_config(self._rank)
         return Fingerprint(self._rank.seat.rank, {})
 
     def start(self) -> None:
@@ -70,18 +76,9 @@ class ExpertActor:
             StartupError: a stage's rank is late, or has ended.
 
         """
-        from vllm.config import set_current_vllm_config
-
         rank, config = self._rank, self._rank.engine.config
         number, ranks = rank.seat.tensor_rank, len(rank.world.experts)
-        model_config = self._vllm_config.model_config
-        hidden_layers = model_config.get_total_num_hidden_layers()
-        is_remote = are_remote(rank.world.expert_layers, hidden_layers)
-        # The driver's environment has those of the stages.
-        layer_partition.set_partition((hidden_layers,))
-        with set_current_vllm_config(self._vllm_config):
-            _make_groups_of_one()
-            layers = load_experts(self._vllm_config, config, is_remote, number, ranks)
+        layers = self._loaded(Share(number, ranks))
         pages = shared_pages(layers)
         rates = core_rates(layers, rank.shared.max_num_batched_tokens) if pages else None
         self._service = ExpertService(layers, number)
@@ -105,6 +102,24 @@ class ExpertActor:
                         rank.meeting, stage, reader, number, config.startup.load_timeout_s
                     ) as connection:
                         give(connection, *offer)
+
+    def _loaded(self, share: Share) -> dict[str, HeldLayer]:
+        """This rank's slices of all remote experts by vLLM's name of their layer.
+
+        Raises:
+            UnsupportedError: the model has no experts, or nothing here computes them.
+
+        """
+        rank, config = self._rank, self._rank.engine.config
+        if rank.source is not None and (kernel := _kernel(rank)):
+            try:
+                return load_from_files(rank.source, config, kernel, rank.world.expert_layers, share)
+            except UnknownModelError as error:
+                logger.info("vLLM is to load the experts: %s", error)
+        from ray_hetero.worker import vllm_experts
+
+        args = pickle.loads(self._engine_args)  # noqa: S301
+        return vllm_experts.load(rank, args, share.number, share.ranks)
 
     def run(self) -> None:
         """Compute experts until a rank of a stage ends.
@@ -189,42 +204,17 @@ class ExpertActor:
         return f"rank {seat.rank} experts {seat.node_name}"
 
 
-def _single_rank_config(rank: RankSpec) -> VllmConfig:
-    """The engine's configuration as that of one CPU rank, which holds all layers.
+def _kernel(rank: RankSpec) -> StreamingLinear | None:
+    """This project's kernels; None where vLLM's are to compute.
 
     Raises:
-        Whatever vLLM raises for options that its CPU platform does not take.
+        UnsupportedError: they were asked for and cannot be had here.
 
     """
-    args = copy.copy(rank.engine.engine_args)
-    args.distributed_executor_backend = None
-    args.pipeline_parallel_size = args.tensor_parallel_size = args.data_parallel_size = 1
-    args.dtype = rank.shared.dtype
-    args.max_model_len = rank.shared.max_model_len
-    args.seed = rank.shared.seed
-    args.max_num_batched_tokens = rank.shared.max_num_batched_tokens
-    args.max_num_seqs = rank.shared.max_num_seqs
-    # Of what follows an expert rank has nothing, and CPUs not all.
-    args.block_size = None
-    args.kv_cache_dtype = "auto"
-    args.kv_cache_memory_bytes = 1 << 30
-    args.enforce_eager = True
-    args.async_scheduling = False
-    args.enable_lora = False
-    args.speculative_config = args.kv_transfer_config = None
-    args.additional_config = {}
-    return args.create_engine_config()
-
-
-def _make_groups_of_one() -> None:
-    """The groups that vLLM's models ask for; nobody else is in them."""
-    from vllm.distributed.parallel_state import (
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    init_distributed_environment(1, 0, "env://", 0, "gloo")
-    ensure_model_parallel_initialized(1, 1)
+    cpu = rank.engine.config.cpu
+    assert rank.source is not None, "only checkpoints that are known are asked for"
+    kernel = streaming_linear.choose(cpu)
+    if cpu.linear_kernel == "auto" and rank.source.tensors.scheme:
+        # As for linear layers: vLLM's own kernels of most formats need AMX.
+        kernel = kernel or streaming_linear.at_hand()
+    return kernel

@@ -1,6 +1,6 @@
 """Processes of the test of remote experts: a model's layers of experts, computed by themselves.
 
-    python expert_processes.py {stock,stage,expert,bare} WORK NUMBER
+    python expert_processes.py {stock,stage,expert,files,bare} WORK NUMBER
 
 WORK holds `request.json`: by name the model, its dtype, the expert ranks and their kernel.
 """
@@ -46,10 +46,14 @@ from ray_hetero.distributed.stage_experts import RemoteExperts, are_remote
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts import expert_layers
 from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.linear import streaming_linear
 from ray_hetero.offload.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers
-from ray_hetero.worker import expert_model
-from ray_hetero.worker.expert_model import load_experts, shared_pages
+from ray_hetero.planning.expert_source import expert_source
+from ray_hetero.worker import vllm_experts
+from ray_hetero.worker.expert_files import Share, load_from_files
+from ray_hetero.worker.expert_model import shared_pages
+from ray_hetero.worker.vllm_experts import load_experts
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 
 TOKENS = 70
@@ -101,8 +105,8 @@ def main() -> None:
             if role == "bare":
                 torch.save(bare(vllm_config, config), work / "bare.pt")
                 break
-            if role == "expert":
-                serve(meeting, vllm_config, config, number)
+            if role in ("expert", "files"):
+                serve(meeting, vllm_config, config, number, by_vllm=role == "expert")
             else:
                 found = stage(meeting, vllm_config, config, has_experts=role == "stock")
                 torch.save(found, work / f"{name}-{role}.pt")
@@ -135,19 +139,27 @@ def bare(vllm_config: Any, config: HeteroConfig) -> dict[str, Any]:
     expert_layers.held_by = lambda layer: None
     try:
         # A layer that has none of this project's kernels.
-        expert_model._check_kernels({name: torch.nn.Identity()})
+        vllm_experts._check_kernels({name: torch.nn.Identity()})
     except UnsupportedError as error:
         refusal = str(error)
     atol = float(expected.abs().max()) * 2**-6
     return {"ours": ours.float(), "expected": expected, "atol": atol, "refusal": refusal}
 
 
-def serve(meeting: str, vllm_config: Any, config: HeteroConfig, number: int) -> None:
+def serve(
+    meeting: str, vllm_config: Any, config: HeteroConfig, number: int, *, by_vllm: bool
+) -> None:
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     ranks, remote = config.experts.ranks, asked_layers(config.experts, layers)
     assert ranks != "auto"
     assert remote is not None
-    held = load_experts(vllm_config, config, are_remote(remote, layers), number, ranks)
+    source = None if by_vllm else expert_source(vllm_config)
+    if source is None:
+        held = load_experts(vllm_config, config, are_remote(remote, layers), number, ranks)
+    else:
+        kernel = streaming_linear.at_hand()
+        assert kernel is not None
+        held = load_from_files(source, config, kernel, remote, Share(number, ranks))
     service = ExpertService(held, number)
     reached = reach(meeting, 0, number, (), 200)
     service.add(reached)

@@ -20,7 +20,7 @@ from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
-from ray_hetero.kernels.linear.quantised_linear import MX_GROUP, NVFP4_GROUP
+from ray_hetero.kernels.formats.stored_codes import MX_GROUP, NVFP4_GROUP
 
 Found = tuple[Codes, torch.Tensor]
 """Codes without memory for themselves, and the checkpoint's bytes [N, …] that hold them."""

@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 import torch
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.units import GIB
 from ray_hetero.compat.models import cpu_experts, quantised_experts, routed_experts
 from ray_hetero.compat.models.routed_experts import number_of
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
 from ray_hetero.kernels.experts.arranged_experts import arranged
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
@@ -50,14 +50,7 @@ def _writes_only(
     """Nothing to say of shapes: `out` is given."""
 
 
-direct_register_custom_op(
-    "routed_experts",
-    _routed_experts,
-    mutates_args=["out"],
-    fake_impl=_writes_only,
-    target_lib=_library,
-    dispatch_key="CPU",
-)
+register_op(_library, "routed_experts", _routed_experts, _writes_only, mutated=("out",))
 
 
 class ExpertLayers:

@@ -22,7 +22,7 @@ from ray_hetero.kernels.formats.fp8 import Fp8Weight
 from ray_hetero.kernels.formats.int4 import Int4Weight
 from ray_hetero.kernels.formats.int8 import Int8Weight
 from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
-from ray_hetero.kernels.linear.quantised_linear import (
+from ray_hetero.kernels.formats.stored_codes import (
     block_floats,
     micro_floats,
     nano_floats,

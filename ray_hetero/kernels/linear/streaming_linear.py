@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.config import CpuConfig
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.linear.rank_sums import RankSums
 from ray_hetero.kernels.step_route import StepLimits, StepRoute
@@ -187,13 +187,7 @@ def _registered() -> StreamingLinear:
     def shape_of(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
-    direct_register_custom_op(
-        "streaming_linear",
-        streaming_linear,
-        fake_impl=shape_of,
-        target_lib=_library,
-        dispatch_key="CPU",
-    )
+    register_op(_library, "streaming_linear", streaming_linear, shape_of)
     return kernel
 
 
