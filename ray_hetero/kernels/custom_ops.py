@@ -28,4 +28,4 @@ def register_op(
     """
     library.define(name + torch.library.infer_schema(function, mutates_args=tuple(mutated)))
     library.impl(name, function, dispatch_key="CPU")
-    library._register_fake(name, shapes_of)
+    torch.library.register_fake(f"{library.ns}::{name}", shapes_of, lib=library)

@@ -326,10 +326,43 @@ def test_linear_states_of_this_project(
     assert ("add up their products in shared memory" in log) == (tensor > 1)
     native = [rank["native_layer_tokens"] for rank in totals]
     assert all(count >= layers * 16 * 20 for count in native), native
-    apart, gaps = apart_from(theirs, ours)
-    print(f"{pipeline}, {tensor}: {apart:.5f} from stock vLLM, answers part at {gaps}")
-    assert len(gaps) <= 3
-    assert all(gap < NEARLY_EQUAL for gap in gaps)
+    # Rounding alone changes answers of such a model: stock vLLM's, too, part from each other with
+    # PyTorch's operators in the place of its own.
+    wanted, of_stock = from_float32(path, theirs)
+    apart, same = from_float32(path, ours)
+    print(f"{pipeline}, {tensor}: {apart:.4f} from float32, {same} likeliest tokens; "
+          f"stock vLLM {wanted:.4f} and {of_stock}")  # fmt: skip
+    assert apart < 1.25 * wanted
+    assert same > of_stock - 12
+
+
+def from_float32(path: Path, answers: list[Json]) -> tuple[float, int]:
+    """How far logprobs of answers are from Transformers' in float32, and how often they agree.
+
+    Args:
+        path: checkpoint of Qwen3-Next, all of whose experts are chosen.
+        answers: to `prompts()`.
+
+    Returns:
+        The median of the answers' tokens, and how many of these are likeliest in float32 too.
+
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    exact = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, num_experts_per_tok=8
+    )  # fmt: skip
+    apart, same = [], 0
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        tokens, likely = answer["tokens"][0], answer["logprobs"][0]
+        with torch.no_grad():
+            logits = exact(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits.float(), -1)
+        same += int((logprobs.argmax(-1) == torch.tensor(tokens)).sum())
+        for at, token in enumerate(tokens):
+            apart.append(abs(float(logprobs[at, token]) - likely[at][str(token)]))
+    return statistics.median(apart), same
 
 
 def check_beside_stock(

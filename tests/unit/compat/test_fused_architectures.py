@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,10 +35,14 @@ def module_of(name: str) -> str:
 
 def modules_used(name: str) -> set[str]:
     """That module, and those of other models that it takes classes from."""
-    module = import_module(f"{decoder_classes.MODELS}.{module_of(name)}")
+    # Read, not imported: some import torchvision, which is not everywhere.
+    module = find_spec(f"{decoder_classes.MODELS}.{module_of(name)}")
+    assert module is not None
+    assert module.origin is not None
+    source = Path(module.origin).read_text(encoding="utf-8")
     return {module_of(name)} | {
         str(node.module).removeprefix(f"{decoder_classes.MODELS}.")
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and (node.level or "models" in str(node.module))
     }
 
