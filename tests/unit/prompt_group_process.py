@@ -56,8 +56,11 @@ class Rank:
             "gloo", init_method=f"file://{store}", rank=own, world_size=count
         )  # fmt: skip
         given = {"least": 96, "most": 1024} if link else {}
+        # Ranks are processes here, where those of GroupSteps are threads.
+        collectives = {name: getattr(dist, name) for name in ("all_gather_object", "get_rank")}
         self.steps = GroupSteps(pytest.MonkeyPatch(), count, **given)
-        joining.dist = dist
+        for name, collective in collectives.items():
+            setattr(dist, name, collective)
         post_attention.tensor_model_parallel_all_reduce = all_reduce
         self.rank = self.steps.ranks[own]
         kernel, group = self.rank.kernel, dist.group.WORLD
