@@ -174,12 +174,12 @@ def test_no_step_goes_over_a_link_that_never_pays(
     ("link", "given"),
     [
         (0.0, {}),
-        (1.0, {}),
+        (0.5, {}),
         (SLOW, {"is_auto": False}),
         (SLOW, {"slow_rounds": threshold.ROUNDS}),
         (0.0, {"has_steps": False}),
     ],
-    ids=["fast", "as fast as the cores", "a number was given", "busy for a moment", "shared"],
+    ids=["fast", "twice as fast as the cores", "a number was given", "busy for a moment", "shared"],
 )
 def test_a_link_that_is_not_slow_changes_nothing(
     link: float, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
