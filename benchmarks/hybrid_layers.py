@@ -1,5 +1,5 @@
-"""What a decode step of layers with a linear state takes on a CPU rank: vLLM's own layers with
-streamed linear layers, the same layers as one operator each, and the floor of their bytes.
+"""Time of a decode step of layers with a linear state on a CPU rank: vLLM's own layers with
+streamed linear layers, one operator for each layer, and the floor of their bytes.
 
     python benchmarks/hybrid_layers.py --shape qwen3_5 --tokens 1,8
 
@@ -23,16 +23,11 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
+from random_model import random_model
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import (
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
-)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from placement.host import native
@@ -73,22 +68,6 @@ def written(folder: Path, shape: str, layers: int) -> Path:
     return folder
 
 
-def made(vllm_config: Any) -> Any:
-    """vLLM's model with random weights."""
-    torch.manual_seed(0)
-    with set_default_torch_dtype(torch.bfloat16):
-        model = initialize_model(vllm_config=vllm_config)
-    for name, weight in model.named_parameters():
-        if name.endswith("A_log"):
-            torch.nn.init.uniform_(weight, -2, 1)
-        elif weight.ndim >= 2:
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-        elif "norm" in name:
-            torch.nn.init.ones_(weight)
-    process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
-    return model
-
-
 class Step:
     """A step of requests of one token each, with their states.
 
@@ -124,7 +103,7 @@ class Step:
 
     @torch.inference_mode()
     def run(self, layers: list[Any]) -> torch.Tensor:
-        """What layers give, one after the other."""
+        """Run layers one after the other; returns the last one's sum of output and residual."""
         hidden, residual = self.hidden, None
         with set_forward_context(self.metadata, self.config, num_tokens=len(self.hidden),
                                  slot_mapping={}):  # fmt: skip
@@ -150,9 +129,6 @@ def main() -> None:
     parser.add_argument("--state", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
     current_platform.import_kernels()
     load_models_without_torchvision()
     with tempfile.TemporaryDirectory() as folder:
@@ -164,10 +140,8 @@ def main() -> None:
         )  # fmt: skip
         vllm_config = args.create_engine_config()
     with set_current_vllm_config(vllm_config):
-        init_distributed_environment(1, 0, "env://", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
         linear = LinearLayers(CpuConfig(), None, 1024)
-        model = made(vllm_config)
+        model = random_model(vllm_config)
         own = list(model.model.layers)[: options.layers]
         linear.loaded(model)
         ways = {"vllm": own, "native": list(model.model.layers)[: options.layers]}

@@ -24,16 +24,11 @@ from typing import Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
+from random_model import random_model
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import (
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
-)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ray_hetero.config import CpuConfig
@@ -66,20 +61,6 @@ def written(folder: Path, shape: str, layers: int) -> Path:
     config.torch_dtype = "bfloat16"
     config.save_pretrained(folder)
     return folder
-
-
-def made(vllm_config: Any, linear: LinearLayers) -> Any:
-    """vLLM's model with random weights."""
-    torch.manual_seed(0)
-    with set_default_torch_dtype(torch.bfloat16):
-        model = initialize_model(vllm_config=vllm_config)
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-        elif "norm" in name:
-            torch.nn.init.ones_(weight)
-    process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
-    return model
 
 
 class Step:
@@ -123,7 +104,7 @@ class Step:
 
     @torch.inference_mode()
     def run(self, layers: list[Any]) -> torch.Tensor:
-        """What layers give, one after the other."""
+        """Run layers one after the other; returns the last one's sum of output and residual."""
         hidden, residual = self.hidden, None
         with set_forward_context(self.metadata, self.config, num_tokens=len(self.positions),
                                  slot_mapping=self.slots):  # fmt: skip
@@ -153,9 +134,6 @@ def main() -> None:
     parser.add_argument("--backend", help="vLLM's attention backend, CPU_MLA or AMX_MLA")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
     current_platform.import_kernels()
     with tempfile.TemporaryDirectory() as folder:
         model_path = written(Path(folder), options.shape, options.layers)
@@ -166,10 +144,8 @@ def main() -> None:
         )  # fmt: skip
         vllm_config = args.create_engine_config()
     with set_current_vllm_config(vllm_config):
-        init_distributed_environment(1, 0, "env://", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
         linear = LinearLayers(CpuConfig(), None, 1024)
-        model = made(vllm_config, linear)
+        model = random_model(vllm_config)
         own = list(model.model.layers)
         linear.loaded(model)
         ways = {"vllm": own, "native": list(model.model.layers)}

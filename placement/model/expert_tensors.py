@@ -23,7 +23,7 @@ class ExpertNames:
     """Module of a decoder layer that holds the experts, in the files."""
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     vllm_block: str = ""
-    """The same module in vLLM; "" where it has the name that it has in the files."""
+    """Module of a decoder layer that holds the experts, in vLLM; "" where both names are one."""
     layers: str = "model.layers"
     """Decoder layers in vLLM."""
     activation: str = "silu"

@@ -124,6 +124,11 @@ def planned(model: str, options: Sequence[str]) -> Mapping[str, Any]:
     return found
 
 
+def of_this_environment(command: Sequence[str]) -> list[str]:
+    """A command whose program is that beside this Python, which may not be the shell's."""
+    return [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+
+
 def _log_path() -> Path:
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     return Path(state) / "ray_hetero" / f"serve-{os.getpid()}.log"
@@ -148,8 +153,6 @@ def _run(command: Sequence[str], log: Path, found: Mapping[str, Any]) -> None:
     for line in _summary(found):
         typer.echo(line)
     typer.echo(f"\n$ {shlex.join(command)}\n  log: {log}\n")
-    # The same environment, even if it is not the one of the shell.
-    program = Path(sys.executable).with_name(command[0])
     stopped = threading.Event()
 
     def show(line: str) -> None:
@@ -158,7 +161,7 @@ def _run(command: Sequence[str], log: Path, found: Mapping[str, Any]) -> None:
             typer.echo(line.rstrip("\n"))
 
     try:
-        server = ServerProcess([str(program), *command[1:]], log, found["weight_bytes"], show)
+        server = ServerProcess(of_this_environment(command), log, found["weight_bytes"], show)
     except OSError as error:
         raise StartupError(f"{error.filename}: {error.strerror}") from None
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from placement.given import numbers, shown
 from placement.words import duration
-from ray_hetero.cli.serve import divided, planned
+from ray_hetero.cli.serve import divided, of_this_environment, planned
 from ray_hetero.errors import ConfigError, StartupError
 
 if TYPE_CHECKING:
@@ -160,10 +158,10 @@ def _measured(
     from ray_hetero.cli.serving.load import Server
     from ray_hetero.cli.serving.server_process import ServerProcess, free_port
 
-    # The same environment, even if it is not the one of the shell.
-    program = str(Path(sys.executable).with_name(command[0]))
     port = [] if "--port" in command else ["--port", str(free_port())]
-    process = ServerProcess([program, *command[1:], *port], weight_bytes=found["weight_bytes"])
+    process = ServerProcess(
+        [*of_this_environment(command), *port], weight_bytes=found["weight_bytes"]
+    )
     try:
         process.wait_until_healthy()
         server = Server(process.address)

@@ -26,7 +26,6 @@ from ray_hetero.distributed.expert_meeting import is_ready, reach, reach_reader
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
 from ray_hetero.kernels.linear import streaming_linear
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger, show_without_vllm
 from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.route_trace import RouteWriter, TracedLayer
@@ -111,9 +110,12 @@ class ExpertActor:
 
         """
         rank, config = self._rank, self._rank.engine.config
-        if rank.source is not None and (kernel := _kernel(rank)):
+        if (source := rank.source) is not None:
+            is_quantised = bool(source.tensors.scheme)
+            kernel = streaming_linear.for_experts(config.cpu, is_quantised=is_quantised)
             try:
-                return load_from_files(rank.source, config, kernel, rank.world.expert_layers, share)
+                if kernel is not None:
+                    return load_from_files(source, config, kernel, rank.world.expert_layers, share)
             except UnknownModelError as error:
                 logger.info("vLLM is to load the experts: %s", error)
         from ray_hetero.worker import vllm_experts
@@ -202,19 +204,3 @@ class ExpertActor:
         # Ray puts this before each line of the rank's output that it shows to the driver.
         seat = self._rank.seat
         return f"rank {seat.rank} experts {seat.node_name}"
-
-
-def _kernel(rank: RankSpec) -> StreamingLinear | None:
-    """This project's kernels; None where vLLM's are to compute.
-
-    Raises:
-        UnsupportedError: they were asked for and cannot be had here.
-
-    """
-    cpu = rank.engine.config.cpu
-    assert rank.source is not None, "only checkpoints that are known are asked for"
-    kernel = streaming_linear.choose(cpu)
-    if cpu.linear_kernel == "auto" and rank.source.tensors.scheme:
-        # As for linear layers: vLLM's own kernels of most formats need AMX.
-        kernel = kernel or streaming_linear.at_hand()
-    return kernel

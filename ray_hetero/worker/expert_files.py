@@ -164,10 +164,10 @@ class _Maker:
     """Makes a layer's experts from its tensors.
 
     Args:
-        source: see `load_from_files`, as all others.
-        config: see there.
-        kernel: see there.
-        share: see there.
+        source: the checkpoint, and how it holds its experts.
+        config: in which format the kernel computes.
+        kernel: computes them.
+        share: of this rank.
 
     """
 

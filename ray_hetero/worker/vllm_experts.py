@@ -23,7 +23,6 @@ from ray_hetero.kernels.experts import expert_layers
 from ray_hetero.kernels.experts.expert_layers import ExpertLayers
 from ray_hetero.kernels.experts.expert_room import Room, room_to_share
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.preflight.platform import check_platform
 
@@ -92,7 +91,8 @@ def load_experts(
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    kernel, own = _kernel(vllm_config, config), None
+    is_quantised = bool(vllm_config.model_config.quantization)
+    kernel, own = streaming_linear.for_experts(config.cpu, is_quantised=is_quantised), None
     if kernel is not None:
         own = ExpertLayers(
             config.cpu, kernel, room_to_share if config.experts.prefill_on_gpu else Room
@@ -126,15 +126,6 @@ def load_experts(
     _check_kernels(layers)
     logger.info("slices %d of %d of the experts of %d layers", number + 1, ranks, len(layers))
     return {name: _held(layer, model_config.dtype) for name, layer in layers.items()}
-
-
-def _kernel(vllm_config: VllmConfig, config: HeteroConfig) -> StreamingLinear | None:
-    """This project's kernels; None for vLLM's."""
-    kernel = streaming_linear.choose(config.cpu)
-    if config.cpu.linear_kernel == "auto" and vllm_config.model_config.quantization:
-        # As for linear layers: vLLM's own kernels of most formats need AMX.
-        kernel = kernel or streaming_linear.at_hand()
-    return kernel
 
 
 def _check_kernels(layers: Mapping[str, Any]) -> None:

@@ -104,6 +104,8 @@ def states_of_tokens(metadata: Any, tokens: int) -> torch.Tensor | None:
     found = metadata.non_spec_state_indices_tensor
     if found is None or found.dtype != torch.int32 or len(found) < metadata.num_actual_tokens:
         return None
+    if metadata.num_actual_tokens == tokens and found.is_contiguous():
+        return found[:tokens]
     numbers = torch.zeros(tokens, dtype=torch.int32)
     numbers[: metadata.num_actual_tokens] = found[: metadata.num_actual_tokens]
     return numbers

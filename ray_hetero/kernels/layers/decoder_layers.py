@@ -21,14 +21,19 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
-from vllm.utils.torch_utils import direct_register_custom_op
 
+from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.layers import decode_step, layer_tokens
 from ray_hetero.kernels.layers.decode_step import DecodeStep
 from ray_hetero.kernels.layers.kv_layouts import Caches, can_be_copied
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import adapters_in, product
-from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
+from ray_hetero.kernels.layers.post_attention import (
+    PostAttentionBlock,
+    add_and_norm,
+    norm,
+    results_like,
+)
 from ray_hetero.kernels.layers.protocols import (
     LayersOnGpu,
     SharesDecode,
@@ -292,8 +297,7 @@ def _decoder_layers(
 def _shapes(
     positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, run: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
-    return x, total
+    return results_like(hidden)
 
 
 def registered() -> Sequence[DecoderLayers]:
@@ -307,10 +311,4 @@ def register(layers: DecoderLayers) -> int:
     return len(_runs) - 1
 
 
-direct_register_custom_op(
-    "decoder_layers",
-    _decoder_layers,
-    fake_impl=_shapes,
-    target_lib=_library,
-    dispatch_key="CPU",
-)
+register_op(_library, "decoder_layers", _decoder_layers, _shapes)

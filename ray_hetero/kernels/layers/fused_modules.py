@@ -125,22 +125,11 @@ class LatentAttentionRun(AttentionRun):
         return self.mlp(given), total
 
 
-class GatedDeltaRun(nn.Module):  # type: ignore[misc]
-    """Replaces a layer with a Gated DeltaNet.
-
-    Args:
-        run: the number that the operator is called with.
-        mlp: vLLM's module that computes what comes behind, if something does.
-
-    """
+class GatedDeltaRun(AttentionRun):
+    """Replaces a layer with a Gated DeltaNet; `mlp` is None where the operator computes it too."""
 
     use_attn_reduce_scatter_for_moe = False
     """Attribute that vLLM's model reads of its first layer; see `gated_delta_modules`."""
-
-    def __init__(self, run: int, mlp: nn.Module | None) -> None:
-        super().__init__()
-        self.run = run
-        self.mlp = mlp
 
     def forward(
         self,

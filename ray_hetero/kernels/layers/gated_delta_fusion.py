@@ -33,8 +33,7 @@ KEY_MULTIPLE, VALUE_MULTIPLE = 16, 32
 def gated_delta_layer_of(
     decoder: Any, layer: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLinear
 ) -> tuple[GatedDeltaLayer, Any] | str | None:
-    """Layer with a Gated DeltaNet, and vLLM's module of what follows it; arguments and results as
-    of `latent_layer_of`, without a module where the layer computes its MLP too."""
+    """Layer with a Gated DeltaNet, as a `LayerKind`; it computes an MLP too, but no experts."""
     modules = gated_delta_modules(decoder, layer)
     if modules is None:
         return None
@@ -47,6 +46,9 @@ def gated_delta_layer_of(
         (*modules.linears, delta.in_proj_ba), modules.added, kernel.sums
     ):
         return why
+    taps = convolution(delta)
+    if taps.dtype != torch.bfloat16:
+        return "the convolution is of another type than the linear layers"
     shape = GatedDeltaShape(
         key_heads=delta.num_k_heads // delta.tp_size,
         value_heads=delta.num_v_heads // delta.tp_size,
@@ -73,7 +75,7 @@ def gated_delta_layer_of(
         behind = replace(behind, gate_up=mlp[0], down=mlp[1])
     parts = GatedDeltaParts(
         shape=shape, norm=input_norm, input=queries, gates=_gates(delta, linears, kernel),
-        taps=convolution(delta).T.contiguous(), rates=-torch.exp(delta.A_log.data.float()),
+        taps=taps.T.contiguous(), rates=-torch.exp(delta.A_log.data.float()),
         rate_bias=delta.dt_bias.data.float().contiguous(),
         head_norm=delta.norm.weight.data.float().contiguous(), epsilon=float(delta.norm.eps),
         is_sigmoid=delta.norm.activation == "sigmoid", behind=behind,
@@ -105,6 +107,4 @@ def _why_unsuited(modules: GatedDeltaModules, linears: Mapping[nn.Module, Linear
     for norm in (modules.input_norm, modules.norm):
         if as_norm(norm) is None:
             return f"a norm is another one ({type(norm).__name__})"
-    if convolution(modules.delta).dtype != torch.bfloat16:
-        return "the convolution is of another type than the linear layers"
     return ""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.models.gated_delta import states_of_tokens
+from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.fused_modules import GatedDeltaRun
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
-from ray_hetero.kernels.layers.post_attention import add_and_norm, norm
+from ray_hetero.kernels.layers.post_attention import add_and_norm, input_norm, results_like
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
@@ -153,7 +153,7 @@ class GatedDeltaLayer:
     def _decode_step(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The same in one native call, or None if this step is something else."""
+        """A decode step in one native call; None if this step is something else."""
         of_layers = get_forward_context().attn_metadata
         # Runs without requests have none; the first ones have no states yet either.
         if not isinstance(of_layers, dict):
@@ -209,13 +209,7 @@ class GatedDeltaLayer:
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self.parts
-        if residual is None:
-            total = hidden.clone(memory_format=torch.contiguous_format)
-            x = norm(total, parts.norm)
-        else:
-            x, total = (one.clone(memory_format=torch.contiguous_format)
-                        for one in (hidden, residual))  # fmt: skip
-            x = add_and_norm(x, total, parts.norm)
+        x, total = input_norm(hidden, residual, parts.norm)
         x = add_and_norm(self._module(x), total, parts.behind.norm)
         return x if self._mlp is None else self._mlp(x), total
 
@@ -229,8 +223,7 @@ def _gated_delta_layer(
 def _shapes(
     hidden: torch.Tensor, residual: torch.Tensor | None, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
-    return x, total
+    return results_like(hidden)
 
 
 def register(layer: GatedDeltaLayer) -> int:
@@ -239,7 +232,4 @@ def register(layer: GatedDeltaLayer) -> int:
     return len(_layers) - 1
 
 
-direct_register_custom_op(
-    "gated_delta_layer", _gated_delta_layer, fake_impl=_shapes, target_lib=_library,
-    dispatch_key="CPU",
-)  # fmt: skip
+register_op(_library, "gated_delta_layer", _gated_delta_layer, _shapes)

@@ -38,18 +38,7 @@ ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forw
 def latent_layer_of(
     decoder: Any, layer: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLinear
 ) -> tuple[LatentLayer, Any] | str | None:
-    """Layer with latent attention, and vLLM's module of the operations that follow it.
-
-    Args:
-        decoder: vLLM's model.
-        layer: one of its layers.
-        linears: linear layers that the kernel computes, by vLLM's module.
-        kernel: what computes them.
-
-    Returns:
-        Why it is left to vLLM, if it is; None if the layer is of another kind.
-
-    """
+    """Layer with latent attention up to its MLP or its experts, as a `LayerKind`."""
     modules = latent_modules(decoder, layer)
     if modules is None:
         return None

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention.attention import get_attention_context
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from ray_hetero.compat.models.latent_attention import blocks_of_tokens
+from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.fused_modules import LatentAttentionRun
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
-from ray_hetero.kernels.layers.post_attention import add_and_norm, norm
+from ray_hetero.kernels.layers.post_attention import add_and_norm, input_norm, results_like
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
@@ -268,13 +268,7 @@ class LatentLayer:
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self.parts
-        if residual is None:
-            total = hidden.clone(memory_format=torch.contiguous_format)
-            x = norm(total, parts.norm)
-        else:
-            x, total = (one.clone(memory_format=torch.contiguous_format)
-                        for one in (hidden, residual))  # fmt: skip
-            x = add_and_norm(x, total, parts.norm)
+        x, total = input_norm(hidden, residual, parts.norm)
         attended = self._attention(positions, x, None)
         return add_and_norm(attended, total, parts.behind.norm), total
 
@@ -288,8 +282,7 @@ def _latent_layer(
 def _shapes(
     positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
-    return x, total
+    return results_like(hidden)
 
 
 def register(layer: LatentLayer) -> int:
@@ -298,6 +291,4 @@ def register(layer: LatentLayer) -> int:
     return len(_layers) - 1
 
 
-direct_register_custom_op(
-    "latent_layer", _latent_layer, fake_impl=_shapes, target_lib=_library, dispatch_key="CPU"
-)
+register_op(_library, "latent_layer", _latent_layer, _shapes)

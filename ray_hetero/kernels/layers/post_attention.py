@@ -132,6 +132,30 @@ def norm(x: torch.Tensor, how: Norm) -> torch.Tensor:
     return result
 
 
+def input_norm(
+    hidden: torch.Tensor, residual: torch.Tensor | None, how: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of a layer's input, and its residual, both in memory of their own.
+
+    Args:
+        hidden: [M, N], bf16.
+        residual: [M, N], bf16; None at the beginning of a model.
+        how: the norm.
+
+    """
+    if residual is None:
+        total = hidden.clone(memory_format=torch.contiguous_format)
+        return norm(total, how), total
+    x, total = (one.clone(memory_format=torch.contiguous_format) for one in (hidden, residual))
+    return add_and_norm(x, total, how), total
+
+
+def results_like(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for what a layer gives and for its residual, each as `hidden` [M, N]."""
+    x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
+    return x, total
+
+
 def add_and_norm(x: torch.Tensor, residual: torch.Tensor, how: Norm) -> torch.Tensor:
     """residual += x, in place; the norm of the sum, maybe in the memory of x.
 

@@ -221,6 +221,20 @@ def at_hand() -> StreamingLinear | None:
     return None if _missing() else _registered()
 
 
+def for_experts(config: CpuConfig, *, is_quantised: bool) -> StreamingLinear | None:
+    """Kernel that an expert rank computes with; None for vLLM's.
+
+    Raises:
+        UnsupportedError: see `choose`.
+
+    """
+    kernel = choose(config)
+    if config.linear_kernel == "auto" and is_quantised:
+        # As for linear layers: vLLM's own kernels of most formats need AMX.
+        kernel = kernel or at_hand()
+    return kernel
+
+
 def _missing() -> str:
     if _native is None:
         return "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"

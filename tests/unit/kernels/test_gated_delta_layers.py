@@ -21,6 +21,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (  # noqa:
     QwenGatedDeltaNetAttention,
 )
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: E402
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata  # noqa: E402
 
@@ -74,11 +75,17 @@ def delta_net(
         ),
     )  # fmt: skip
     made._forward_method = made.forward_cpu
-    taps = torch.randn(2 * keys + values, 1, TAPS).mul_(0.5).bfloat16()
-    made.conv1d.weight = torch.nn.Parameter(taps, requires_grad=False)
+    give_taps(made, torch.randn(2 * keys + values, TAPS).mul_(0.5).bfloat16())
     made.A_log = torch.nn.Parameter(torch.rand(value_heads).mul_(2).log_())
     made.dt_bias = torch.nn.Parameter(torch.randn(value_heads).bfloat16())
     return made.requires_grad_(False)
+
+
+def give_taps(module: Any, taps: Any) -> None:
+    """Give a module the weights [channels, taps] of its convolution, as when they are loaded."""
+    module.conv1d.weight = torch.nn.Parameter(taps[:, None].clone(), requires_grad=False)
+    # On some processors vLLM's operators expect them packed.
+    dispatch_cpu_unquantized_gemm(module.conv1d, remove_weight=False)
 
 
 class Step:
@@ -160,7 +167,7 @@ class Step:
         self.heads.copy_(states[1])
 
     def stock(self, residual: Any) -> tuple[Any, Any]:
-        """What vLLM's layer gives."""
+        """Run vLLM's layer; returns its output and residual."""
         hidden = self.hidden.clone()
         residual = None if residual is None else residual.clone()
         found: tuple[Any, Any] = self.layer(hidden, residual, torch.arange(self.tokens))
@@ -406,7 +413,7 @@ def part_of(whole: Step, states: tuple[Any, Any], own: int) -> Step:
     mine.in_proj_qkvz.matrix = half(theirs.in_proj_qkvz.matrix, keys, keys, values, values)
     mine.in_proj_ba.matrix = half(theirs.in_proj_ba.matrix, 4, 4)
     mine.out_proj.matrix = theirs.out_proj.matrix.chunk(2, 1)[own].contiguous()
-    mine.conv1d.weight.data = half(theirs.conv1d.weight.data, keys, keys, values)
+    give_taps(mine, half(gated_delta.convolution(theirs), keys, keys, values))
     mine.A_log.data, mine.dt_bias.data = half(theirs.A_log, 4), half(theirs.dt_bias, 4)
     mine.norm.weight.data = theirs.norm.weight.data
     for name in ("input_layernorm", "post_attention_layernorm"):
@@ -504,7 +511,7 @@ def test_layers_and_states_that_do_not_fit_are_refused(context: SimpleNamespace)
 
 
 def described(parts: Any) -> dict[str, Any]:
-    """What the native module is given for a layer."""
+    """Arguments of the native module's layer."""
     given: dict[str, Any] = {}
     taken = SimpleNamespace(
         PostAttention=native.PostAttention, GatedDeltaLayer=lambda **those: given.update(those)

@@ -854,7 +854,7 @@ def test_requests_and_layers_that_do_not_fit_are_refused() -> None:
 
 
 def described(parts: Any) -> dict[str, Any]:
-    """What the native module is given for a layer."""
+    """Arguments of the native module's layer."""
     given: dict[str, Any] = {}
 
     class Taken:
