@@ -17,7 +17,7 @@ from engine_rounds import CHECKOUT, run_engine, write_rounds
 from rich.table import Table
 
 MOST_TOKENS = 1024
-"""Of one step.  Both warm up with that many; with more, that would hide what starting costs."""
+"""Tokens of a step.  Both warm up with as many; more would hide the cost of a start."""
 FIGURES = {
     "startup_s": "start-up, s",
     "prefill_s": "prefill of the batch, s",

@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 BLOCK, MULTIPLE = 32, 32
 CODES = 16
-"""Of a codebook: 0, and the most frequent other upper bytes."""
+"""Codes of a codebook: 0, and the most frequent other upper bytes."""
 PACKED_FROM = 1 / 512
 """Share of outliers above which a block stays packed."""
 COMPACT_BYTES, PACKED_BYTES, OUTLIER_BYTES = 1.5, 2, 8

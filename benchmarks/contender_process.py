@@ -17,7 +17,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a contender."""
+    """Result of a contender's process."""
 
     status: int | str
     """Exit status, or why there is none."""
@@ -78,14 +78,14 @@ class Turns:
         self._said = 0
 
     def next(self) -> Outcome:
-        """Have it measure once more; what it said meanwhile."""
+        """Start another round of measurements; returns the output of that round."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
         return self.wait()
 
     def wait(self) -> Outcome:
-        """What it says until it is done with a turn, or ready for the first.
+        """Output of the process until it ends a turn, or is ready for the first one.
 
         Raises:
             NoTurnError: it has ended, or is late.

@@ -1,4 +1,4 @@
-"""What is compared: ways to serve one model with the same layers outside the GPU, as commands.
+"""Contenders: commands that serve one model with the same layers outside the GPU.
 
 Every vLLM contender compiles and captures CUDA graphs unless its name says eager: both ways of
 streaming weights can (a weight in host memory is an ordinary address for a kernel, and the
@@ -34,7 +34,7 @@ class Contender:
     name: str
     command: tuple[str, ...]
     reads: str
-    """Where the layers outside the GPU are read in a step, a key of `floor.Bandwidths`."""
+    """Memory from which a step reads the layers outside the GPU, a key of `floor.Bandwidths`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     points: str | None = None
     """Points of its own, where not all of the run's."""
@@ -150,7 +150,7 @@ class LlamaCpp:
 
 
 STORED = tuple(f" {stored}" for stored in ("bf16", *QUANTISED))
-"""How names of contenders end that say how weights are stored."""
+"""Ends of the names of contenders that say how weights are stored."""
 FEW = "1x128,8x128"
 
 

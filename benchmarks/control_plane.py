@@ -1,4 +1,4 @@
-"""What a step costs when there is nothing to compute: driver to ranks and back, beside stock `mp`.
+"""Cost of a step that computes nothing: driver to ranks and back, beside stock `mp`.
 
 CPU ranks in tensor parallel, a model of two layers that are 64 wide, eager, with vLLM's kernels in
 both.  The driver is the process that asks, so that nothing but it and the ranks takes part, and

@@ -42,11 +42,11 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 
 @dataclass(frozen=True)
 class Kernel:
-    """What computes one layer."""
+    """Kernel of one layer."""
 
     run: Callable[[torch.Tensor], torch.Tensor]
     nbytes: int
-    """Of its weight, all of which a call reads."""
+    """Bytes of its weight, all of which a call reads."""
 
 
 def kernels(weight: torch.Tensor, wanted: Collection[str], most_tokens: int) -> dict[str, Kernel]:

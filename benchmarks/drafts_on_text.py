@@ -170,7 +170,7 @@ class Gain:
     accepted: float
     """Share of drafted tokens."""
     tokens_a_step: float
-    """Of a request, over all of its steps."""
+    """Tokens of a request for each of its steps."""
     drafting: float
     """Share of a request's steps that have drafts."""
     chance: float

@@ -58,7 +58,7 @@ class Point:
     output: int
     """Tokens that each request is answered with."""
     least: int = 0
-    """Where it is not 0, tokens of the shortest answer; those of the others lie evenly between."""
+    """Tokens of the shortest answer, the others evenly between; 0 for answers of one length."""
 
     @classmethod
     def parse(cls, text: str, output: int) -> Point:
@@ -88,13 +88,13 @@ class Timeline:
     """Seconds since the first request was handed in."""
 
     all_started: float
-    """When every request had its first token."""
+    """Time at which every request had its first token."""
     first_ended: float
     full_tokens: int
     """Tokens between these two, all requests together."""
     ended: float
     full_steps: int = 0
-    """Of the engine between these two."""
+    """Steps of the engine between these two."""
     between_steps: tuple[float, ...] = ()
     """Seconds of each of them, from the one before."""
     later_steps: tuple[float, ...] = ()
@@ -396,7 +396,7 @@ def drafts_of(llm: Any) -> tuple[int, int]:
 def rank_shares(
     before: dict[str, float], after: dict[str, float], seconds: float
 ) -> dict[str, float]:
-    """What a rank did with its time, prompts and decode steps together."""
+    """Shares of a rank's time by activity, prompts and decode steps together."""
     new = {name: after[name] - before[name] for name in after}
     verifying = new.get("verifying_steps")
     of_verifying = (

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def native_module(folder: Path) -> None:
-    """Have the native module of the handover, built or not; child processes inherit it."""
+    """Make the native module of the handover importable, built or not, by child processes too."""
     sys.path.insert(0, str(ROOT))
     if importlib.util.find_spec(MODULE) is not None:
         return
@@ -227,7 +227,7 @@ def fault(
 
 
 def captured(step: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
-    """What runs a step: a CUDA graph of it where there is a GPU."""
+    """Function that runs a step: a CUDA graph of it where there is a GPU."""
     if device == "cpu":
         return step
     # What is captured must have run before.

@@ -1,4 +1,4 @@
-"""What a layer of routed experts costs, on several layers in turn so that no cache helps.
+"""Time of a layer of routed experts, measured on several layers in turn so that no cache helps.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --shape 256x7168x2048x8 --layers 1
@@ -231,7 +231,7 @@ def measured(layers: list[Layer], shape: Shape, tokens: int, repeats: int) -> tu
 
 
 def maker(name: str, shape: Shape, options: argparse.Namespace) -> Callable[[], Layer]:
-    """What makes the layers of a kernel."""
+    """Function that makes the layers of a kernel."""
     if name in FORMATS or name in CODED or name == Fp8Weight.name:
         level = native.level(options.level) if options.level else native.levels()[-1]
         print(f"{name}: {level}", flush=True)

@@ -44,7 +44,7 @@ OTHERS = {
     HEAD: "output",
 }
 AS_FLOAT32 = ("_norm", "ffn_gate_inp")
-"""How names of tensors end that llama.cpp wants in float32."""
+"""Ends of the names of tensors that llama.cpp wants in float32."""
 
 EXPERTS = {"bf16": "", "mxfp4": "MXFP4"}
 """Formats of routed experts: the names that the package `gguf` has for those that are rounded."""
@@ -58,7 +58,7 @@ class Tensor:
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     heads: int = 0
-    """Of a matrix whose rows llama.cpp rotates in pairs of neighbours, not of halves."""
+    """Heads of a matrix whose rows llama.cpp rotates in pairs of neighbours, not of halves."""
 
     @property
     def is_float32(self) -> bool:
@@ -71,7 +71,7 @@ class Tensor:
         return len(self.shape) == 3
 
     def values(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """What the file holds."""
+        """Values in the form that the file holds."""
         found = torch.stack(parts) if self.is_expert else parts[0]
         if self.heads:
             halves = found.view(self.heads, 2, -1, found.shape[1])
@@ -163,7 +163,7 @@ def write_gguf(name: str, path: Path, experts: str = "bf16") -> Path:
 
 
 def write_keys(writer: Any, name: str) -> None:
-    """What llama.cpp has to know of a shape."""
+    """Write the keys by which llama.cpp reads a shape."""
     shape, config = SHAPES[name], config_of(name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(shape["hidden_size"])

@@ -26,7 +26,7 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def copied(reader: LinkReader[Any], pieces: Iterable[Any]) -> None:
-    """Have a reader copy pieces that nothing is computed with."""
+    """Copy pieces with a reader, and compute nothing with them."""
     for piece in pieces:
         reader.forget()
         reader.fetch(piece)
@@ -35,7 +35,7 @@ def copied(reader: LinkReader[Any], pieces: Iterable[Any]) -> None:
 
 @contextmanager
 def without_copies(reader: LinkReader[Any]) -> Iterator[None]:
-    """Have a reader copy nothing: what is computed is what its memory holds."""
+    """Let a reader copy nothing, so that products use whatever its memory holds."""
     copies = reader.copies
     reader.copies = lambda piece: iter(())  # type: ignore[method-assign]
     reader.forget()

@@ -110,7 +110,7 @@ def started(contender: Contender, options: argparse.Namespace) -> Any:
 def compared(
     name: str, steps: dict[str, list[list[dict[str, Any]]]], layers: int
 ) -> list[dict[str, Any]]:
-    """What each point of an engine takes a step, and a layer more than on the GPU alone.
+    """Time of a step at each point of an engine, and time that a layer adds to the GPU alone.
 
     Args:
         name: of the engine.

@@ -30,14 +30,14 @@ from shapes import SHAPES, config_of, head_size
 
 DEGREES = 5
 SPREAD = 0.02
-"""Of the weights, as initialisers of such models have it."""
+"""Standard deviation of the weights, as initialisers of such models have it."""
 DRAWN = 1 << 24
 """Values that are drawn."""
 CIRCLE = 16
 """Tokens after which greedy text repeats itself; it divides all vocabularies."""
 EMBEDDED = 2048.0
-"""By how much an embedding is larger than other weights.  Each layer adds a few units to a hidden
-state, whose embedding then has about fifty; a power of two changes no mantissa."""
+"""Factor by which an embedding is larger than other weights.  Each layer adds a few units to a
+hidden state, whose embedding then has about fifty; a power of two changes no mantissa."""
 WRITERS = 4
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

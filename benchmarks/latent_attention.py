@@ -1,4 +1,4 @@
-"""What a decode step of layers with multi-head latent attention takes on a CPU rank: vLLM's own
+"""Time of a decode step of layers with multi-head latent attention on a CPU rank: vLLM's own
 layers with streamed linear layers, and the same layers as one operator each.
 
     python benchmarks/latent_attention.py --shape v2-lite --tokens 1,8 --context 512,4096
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "v2-lite": {"hidden_size": 2048, "num_attention_heads": 16, "q_lora_rank": None},
     "v3": {"hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536},
 }
-"""What models differ in; latents and heads are those of both."""
+"""Values in which models differ; latents and heads are those of both."""
 COMMON = {
     "vocab_size": 64, "intermediate_size": 64, "max_position_embeddings": 163840,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,

@@ -1,4 +1,4 @@
-"""What a layer of experts costs a GPU that reads it from host memory: where time goes.
+"""Time of a layer of experts on a GPU that reads it from host memory, by operation.
 
     python benchmarks/linked_experts.py
     python benchmarks/linked_experts.py --shape 256x7168x2048x8 --layers 1 --gib 4

@@ -31,7 +31,7 @@ BATCHED = "llama-batched-bench"
 ALL_LAYERS = 999
 """Layers on the GPU, where this is more than there are."""
 Row = dict[str, Any]
-"""What one of the programs says of one test."""
+"""Line that one of the programs prints of one test."""
 
 
 def parse_options() -> argparse.Namespace:

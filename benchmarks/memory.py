@@ -16,11 +16,11 @@ class Used:
 
     host: int
     gpu: int | None
-    """Of the first visible GPU; None where there is none."""
+    """Bytes of the first visible GPU; None where there is none."""
 
 
 def used_bytes() -> Used:
-    """What is in use now."""
+    """Bytes of memory in use now."""
     memory = psutil.virtual_memory()
     return Used(memory.total - memory.available, _gpu_used_bytes())
 
@@ -53,7 +53,7 @@ def proportional_bytes(pid: int) -> dict[str, int]:
 
 
 def memory_since(before: Used) -> dict[str, object]:
-    """What has come on top of `before`, and the largest processes below this one.
+    """Memory used on top of `before`, and the largest processes below this one.
 
     Pinned memory need not show in a process's own figures; it does in the machine's.
     """

@@ -60,7 +60,7 @@ class Case:
     file: str
     layers: int
     usable_gib: float
-    """Of the GPU's memory."""
+    """GiB of the GPU's memory that an engine may use."""
     changed: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What the planner predicts beside what is measured: splits, the best of a sweep, KV capacity.
+"""Predictions of the planner beside measurements: splits, the best of a sweep, KV capacity.
 
     python benchmarks/planner_check.py --shape 8b --splits 8,16,24 --out planner-8b
     python benchmarks/planner_check.py --shape 1b-16 --sweep 1 --out planner-1b
@@ -46,7 +46,7 @@ from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 
 ONE = Point(batch=1, prompt=1, output=4)
-"""With a prompt of one token every step is a decode step, so the clocks count nothing else."""
+"""Point with a prompt of one token: every step decodes, so the clocks count nothing else."""
 MAX_MODEL_LEN = 512
 """Also the context that the plans are priced at; its keys and values are 0.5 % of what is read."""
 CLOSE = 1.05

@@ -1,4 +1,4 @@
-"""What fusing the layers of a CPU rank gains: the same layers as products alone, operator by
+"""Gain of fusing the layers of a CPU rank: the same layers as products alone, operator by
 operator, and as one operator each; milliseconds a layer, the three in turns.
 
     python benchmarks/post_attention.py --shape 1b --tokens 1,4

@@ -49,7 +49,7 @@ OUTLIERS = 3e-4
 
 
 class RandomCompact:
-    """What belongs to a compact weight beside its rows, of random weights."""
+    """Parts of a compact weight beside its rows, of random weights."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         self.codebook = [0x30 + number % 16 for number in range(16)]

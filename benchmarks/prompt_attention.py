@@ -27,13 +27,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-"""Of the 8B shape."""
+"""Heads of queries and of keys, and their elements, of the 8B shape."""
 BLOCK = 128
 """Tokens of a KV block, as engines with CPU ranks have it."""
 
 
 def of_vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What attends with vLLM's kernel, [tokens, heads, size], over a cache that is filled."""
+    """Attention by vLLM's kernel, [tokens, heads, size], over a cache that is filled."""
     tokens = len(q)
     isa = _get_attn_isa(torch.bfloat16, BLOCK, SIZE)
     blocks = -(-tokens // BLOCK)
@@ -58,7 +58,7 @@ def of_vllm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], t
 
 
 def of_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What attends with PyTorch's kernel; its own layout is made before."""
+    """Attention by PyTorch's kernel; its own layout is made before."""
     each = [one.transpose(0, 1).unsqueeze(0).contiguous() for one in (q, k, v)]
 
     def run() -> torch.Tensor:

@@ -138,11 +138,11 @@ class Scored:
     """Logprobs of an engine for the tokens of one window."""
 
     prompt: list[float]
-    """Of the window, without its first token."""
+    """Logprobs of the window, without its first token."""
     tokens: list[int]
-    """That it goes on with."""
+    """Tokens that the engine goes on with."""
     answer: list[float]
-    """Of these."""
+    """Logprobs of these tokens."""
     cached: int
     """Tokens of the window that were in the prefix cache when it went on."""
 

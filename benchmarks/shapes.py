@@ -76,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
 }  # fmt: skip
-"""What the config.json of shapes of other families than Llama has in addition, by name."""
+"""Keys that the config.json of other families than Llama has in addition, by name of the shape."""
 
 DTYPE_BYTES = 2
 
@@ -115,7 +115,7 @@ def write_shape(name: str, *, layers: int | None = None, stored: str | None = No
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """What the config.json of a known shape says, in bf16."""
+    """Contents of the config.json of a known shape, in bf16."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,

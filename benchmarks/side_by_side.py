@@ -56,7 +56,7 @@ STARTING = 2
 """Engines that start at the same time: their CPU ranks warm up on the same cores, and five of them
 took more than 200 s for what one does in 100."""
 ON_GPUS = ("link", "gpu")
-"""What contenders without CPU ranks read; these start first, all of them at the same time: none
+"""Memories that contenders without CPU ranks read.  These start first, all at the same time: none
 measures the cores in its start."""
 BESIDE_BUDGET = 1.3
 """Memory of a GPU that a contender takes, as a multiple of its budget: what CUDA takes for each
@@ -73,7 +73,7 @@ PROMPTS = (128, 1024, 8192)
 
 @dataclass(frozen=True)
 class Run:
-    """What all contenders of a run have in common."""
+    """Options and values that all contenders of a run share."""
 
     options: argparse.Namespace
     split: Split
@@ -81,7 +81,7 @@ class Run:
     ranks: list[tuple[int, ...]]
     """Logical CPUs of each CPU rank, whose bandwidth is measured between contenders."""
     found: dict[str, Any]
-    """What has been measured; written after each contender."""
+    """Measurements; written after each contender."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -387,7 +387,7 @@ def points_of(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def about(options: argparse.Namespace, split: Split, gpu: dict[str, Any] | None) -> dict[str, Any]:
-    """What a run is, beside its results."""
+    """Description of a run, kept with its results."""
     shape = SHAPES[split.shape]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -457,7 +457,7 @@ def measured(contender: Contender, run: Run) -> dict[str, Any]:
 
 
 def outcome_of(contender: Contender, run: Run) -> dict[str, Any]:
-    """What is known of a contender before it has measured anything."""
+    """Facts about a contender that are known before it has measured anything."""
     command = command_of(contender, run)
     return {
         "status": 0,

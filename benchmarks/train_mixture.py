@@ -57,7 +57,7 @@ class Recipe:
     balance: float = 0.01
     """Weight of the loss that balances the experts."""
     megabytes: int = 80
-    """Of text at most."""
+    """Megabytes of text at most."""
     context: int = 512
     batch: int = 32
     """Sequences of a step."""
@@ -73,7 +73,7 @@ TINY = Recipe(
     vocabulary=2048, hidden=128, layers=4, experts=16, chosen=4, expert_size=64, heads=4,
     kv_heads=2, megabytes=2, context=128, batch=8, rate=2e-3, warm_up=20, traced=1024,
 )  # fmt: skip
-"""For rehearsals and tests; its sizes divide as CPU ranks need them."""
+"""Recipe for rehearsals and tests; its sizes divide as CPU ranks need them."""
 
 
 def main() -> None:

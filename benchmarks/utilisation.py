@@ -29,9 +29,9 @@ from rich.table import Table
 
 POLL_S = 0.1
 IDLE_S = 5.0
-"""Without a change of the counters for so long, there was nothing to do."""
+"""Seconds without a change of the counters after which nothing was to do."""
 TOGETHER_S = 0.4
-"""Within which all ranks renew theirs."""
+"""Seconds within which all ranks renew their counters."""
 SHARES = ("busy", "waiting", "exchange")
 BAR = 25
 """Characters of a stage that is busy all the time."""

@@ -36,7 +36,7 @@ What to try next:
 
 
 def serve_command(model: str, backend: str, port: int, options: list[str]) -> list[str]:
-    """What anyone would type, and the split of a socket where the host has only one."""
+    """Command that a user would type, with the split of a socket where the host has only one."""
     command = [
         *(str(Path(sys.executable).with_name("vllm")), "serve", model),
         *("--distributed-executor-backend", backend),

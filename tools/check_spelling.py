@@ -24,7 +24,7 @@ import codespell_lib
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "tools" / "spelling"
 BUILTIN = "clear,rare,usage"
-"""Of codespell's dictionaries: certain mistakes, rare words that often are one, and usage."""
+"""Dictionaries of codespell: certain mistakes, rare words that often are one, and usage."""
 AMERICAN = Path(codespell_lib.__file__).parent / "data" / "dictionary_en-GB_to_en-US.txt"
 LEFT_OUT = ("benchmarks/results/", "tests/unit/data/", "README.ko.md")
 """Written by programs, or in another language."""

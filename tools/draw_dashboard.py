@@ -34,10 +34,10 @@ COLUMN, UNIT, GAP = 50, 28, 8
 """Pixels of the grid's columns and rows, and between panels."""
 TITLE, LEFT, RIGHT, LINE = 26, 66, 24, 13
 MOST_NAMES = 6
-"""Of a legend; more are counted."""
+"""Names of a legend; more are counted."""
 COLOURS = ("#3274d9", "#e0752d", "#37872d", "#a352cc", "#c4162a", "#6b6b6b", "#1f78c1", "#ba43a9")
 FACTORS = {"percentunit": (100, " %"), "ms": (1, " ms"), "s": (1000, " ms"), "Bps": (1e-3, " kB/s")}
-"""How values of a unit are shown; without one as they are."""
+"""Factors and signs by which values of a unit are shown; others are shown as they are."""
 
 Series = dict[str, Any]
 """A line: `labels`, and `values` at every step, null where there are none."""

@@ -64,7 +64,7 @@ class Release:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        """Has the folder vllm."""
+        """Folder that has the folder vllm."""
 
     @cache  # noqa: B019
     def tree(self, module: str) -> ast.Module | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("ray_hetero", "placement")
+FOLDERS = ("ray_hetero", "placement", "benchmarks", "examples", "tools")
 FRAGMENTS = {
     "Above", "After", "Among", "As", "At", "Before", "Behind", "Below", "Beside", "Between",
     "By", "For", "From", "Has", "How", "If", "In", "Into", "Is", "It", "Its", "None", "Nothing",
@@ -61,11 +61,11 @@ def test_a_docstring_with_a_subject_is_no_fragment(text: str) -> None:
     assert fragments(f'norm = 1\n"""{text}"""\n') == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_of_attributes_name_their_own_subject(package: str) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_of_attributes_name_their_own_subject(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in sorted((ROOT / package).rglob("*.py"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for line, text in fragments(path.read_text(encoding="utf-8"))
     ]
     assert not found, "start with the subject, then its unit or shape:\n" + "\n".join(found)
@@ -98,7 +98,7 @@ def test_a_riddle_is_found_in_modules_classes_and_functions(source: str) -> None
     assert riddles(source.replace("What", "Weights that").replace("Have", "Make")) == []
 
 
-@pytest.mark.parametrize("folder", [*PACKAGES, "tools"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_begin_with_a_noun_or_a_verb(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}: {text}"
