@@ -114,11 +114,7 @@ def load_experts(
             )
         get_model_loader(vllm_config.load_config).load_weights(model, model_config)
         for name, layer in layers.items():
-            if others := remote_experts.kernel_of_other_devices(layer):
-                raise UnsupportedError(
-                    f"{name}: vLLM computes its experts with {others}, on GPUs only, so no expert "
-                    "rank can hold them. Leave experts.ranks out."
-                )
+            _refuse_kernel_of_gpus(name, layer)
             layer.quant_method.process_weights_after_loading(layer)
     if own is not None:
         # Those that stay with the stages have no memory here.
@@ -126,6 +122,15 @@ def load_experts(
     _check_kernels(layers)
     logger.info("slices %d of %d of the experts of %d layers", number + 1, ranks, len(layers))
     return {name: _held(layer, model_config.dtype) for name, layer in layers.items()}
+
+
+def _refuse_kernel_of_gpus(name: str, layer: Any) -> None:
+    """Raise UnsupportedError for a layer whose experts vLLM computes on GPUs only."""
+    if others := remote_experts.kernel_of_other_devices(layer):
+        raise UnsupportedError(
+            f"{name}: vLLM computes its experts with {others}, on GPUs only, so no expert rank can "
+            "hold them. Leave experts.ranks out."
+        )
 
 
 def _check_kernels(layers: Mapping[str, Any]) -> None:
