@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from placement.plan.drafts import tokens_of_step
 
 ANSWER = 96
 """Tokens of an answer."""
-DRAFTS = {"n-grams": 4, "suffixes": 4, "draft model": 3}
+DRAFTS = {"n-grams": 4, "suffixes": 4, "draft model": 3, "head": 3}
 NONE = "none"
 CONTEXT = 256
 """Tokens of a sequence for the plan, about those of the prompts here."""
@@ -54,26 +54,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="of `demo-model --trained`")
     parser.add_argument("--draft-model", type=Path, help="the same in fewer bits")
+    parser.add_argument("--head", type=Path, help="of train_draft_head.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafters", default=f"{NONE},{','.join(DRAFTS)}")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     names = options.drafters.split(",")
+    of_drafter = {"draft model": options.draft_model, "head": options.head}
+    for name in names:
+        if name in of_drafter and of_drafter[name] is None:
+            parser.error(f"the drafter {name} needs --{name.replace(' ', '-')}")
     runs: list[dict[str, Any]] = []
     for turn in range(options.rounds):
         for name in names:
             load = os.getloadavg()[0]
-            found = run(options.model, speculation(name, options.draft_model))
+            found = run(options.model, speculation(name, of_drafter.get(name)))
             runs.append({"turn": turn, "drafter": name, "load": load, "found": found})
             about = {"tokens": ANSWER, "drafts": DRAFTS, "runs": runs}
-            about["summary"] = summary(runs, options.model, options.draft_model)
+            about["summary"] = summary(runs, options.model, of_drafter)
             options.out.write_text(json.dumps(about, indent=1) + "\n")
             print(name, {one["text"] + "/" + str(one["requests"]): round(one["tokens_per_s"], 1)
                          for one in found}, flush=True)  # fmt: skip
 
 
-def speculation(name: str, draft_model: Path | None) -> dict[str, Any] | None:
+def speculation(name: str, checkpoint: Path | None) -> dict[str, Any] | None:
     """vLLM's configuration of a drafter."""
     if name == NONE:
         return None
@@ -82,7 +87,8 @@ def speculation(name: str, draft_model: Path | None) -> dict[str, Any] | None:
         return NGRAM | count
     if name == "suffixes":
         return {"method": "suffix", **count}
-    return {"method": "draft_model", "model": str(draft_model), **count}
+    method = "eagle" if name == "head" else "draft_model"
+    return {"method": method, "model": str(checkpoint), **count}
 
 
 def texts() -> dict[str, list[list[dict[str, str]]]]:
@@ -222,7 +228,7 @@ def chance(drafts: int, tokens: float) -> float:
 
 
 def summary(
-    runs: Sequence[dict[str, Any]], model: Path, draft_model: Path | None
+    runs: Sequence[dict[str, Any]], model: Path, of_drafter: Mapping[str, Path | None]
 ) -> list[dict[str, Any]]:
     """A row for each drafter, text and number of requests."""
     rows = []
@@ -233,7 +239,7 @@ def summary(
                 found = gain(runs, name, kind, requests)
                 row = {"text": kind, "requests": requests, "drafter": name, **vars(found)}
                 if name != NONE:
-                    mine = draft_model if name == "draft model" else None
+                    mine = of_drafter.get(name)
                     row["same_answers"] = same(runs, name, kind, requests)
                     row["plan"] = planned(model, DRAFTS[name], found, requests, mine)
                 rows.append(row)

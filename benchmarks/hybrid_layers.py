@@ -31,7 +31,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from placement.host import native
-from ray_hetero.compat.models.model_registry import load_models_without_torchvision
+from ray_hetero.compat.models.model_registry import (
+    inspect_here,
+    load_models_without_torchvision,
+)
 from ray_hetero.config import CpuConfig
 from ray_hetero.offload.linear_layers import LinearLayers
 
@@ -130,6 +133,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     current_platform.import_kernels()
+    inspect_here()
     load_models_without_torchvision()
     with tempfile.TemporaryDirectory() as folder:
         args = EngineArgs(

@@ -117,6 +117,8 @@ WAYS = {
     "stock": Way(()),
     "stock-gpu": Way((), OF_GPU),
     "one": Way((("cpu",),)),
+    # Beside another engine.
+    "half": Way((("cpu",),), cpu={"ranks_per_socket": 2}),
     "pipeline": Way(),
     # The model has three heads of keys and values.
     "tensor": Way((("cpu",) * 3,)),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engines import START_SECONDS, Json, start
+from engines import START_SECONDS, Child, Json, start
 from filelock import FileLock
 from leftovers import Scene
 
@@ -38,8 +39,11 @@ NOISIER = 2
 """Times stock's standard deviation between tokens that an engine may have."""
 FEW = 2
 """Windows of the rows that are measured first, whose bound is 2.6 times that of all windows."""
-USUAL = ("bf16/one", "12 bits/one", "fp8/one", "w4a16/one")
-"""Rows of one rank each, as most of their time is that of starting ranks."""
+USUAL = (("bf16/half", "fp8/half"), ("12 bits/half", "w4a16/half"))
+"""Rows of one rank each, as most of their time is that of starting ranks; those of two processes
+side by side, each of which has half of the socket."""
+COMPILES_NOTHING = {"TORCHDYNAMO_DISABLE": "1"}
+"""Environment in which vLLM's count of better tokens, for logprobs, is not compiled for 20 s."""
 WAYS, SOME = ("bf16/pipeline", "12 bits/tensor", "fp8/chunks", "w4a16/drafts"), 6
 """Rows of other ways, and their windows."""
 
@@ -60,23 +64,50 @@ def trained(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-@pytest.fixture
-def measured(scene: Scene, trained: Path, tmp_path: Path) -> Measured:
-    """Measure rows FORMAT/WAY over some windows, in one process."""
+@dataclass
+class Measuring:
+    """A process that measures rows.
 
-    def measure(rows: Sequence[str], windows: int = quality.WINDOWS) -> list[Json]:
-        command = [
-            sys.executable, str(SCRIPT), "--model", str(trained), "--out", str(tmp_path),
-            "--rows", ",".join(rows), "--windows", str(windows), "--one-ray",
-        ]  # fmt: skip
-        child = start(scene, command, tmp_path / "log")
-        status = child.wait(START_SECONDS * (len(rows) + 1))
-        assert status == 0, child.tail()
-        found: list[Json] = json.loads((tmp_path / "quality.json").read_text())["rows"]
-        assert [f"{row['format']}/{row['way']}" for row in found] == list(rows)
+    Args:
+        rows: FORMAT/WAY of each.
+        child: the process.
+        folder: where it leaves its results.
+
+    """
+
+    rows: Sequence[str]
+    child: Child
+    folder: Path
+
+    def found(self) -> list[Json]:
+        """Its rows, in order."""
+        status = self.child.wait(START_SECONDS * (len(self.rows) + 1))
+        assert status == 0, self.child.tail()
+        found: list[Json] = json.loads((self.folder / "quality.json").read_text())["rows"]
+        assert [f"{row['format']}/{row['way']}" for row in found] == list(self.rows)
         return found
 
-    return measure
+
+@pytest.fixture
+def measuring(scene: Scene, trained: Path, tmp_path: Path) -> Callable[..., Measuring]:
+    """Begin to measure rows FORMAT/WAY over some windows, in one process."""
+
+    def begin(rows: Sequence[str], windows: int = quality.WINDOWS, name: str = "rows") -> Measuring:
+        folder = tmp_path / name
+        command = [
+            sys.executable, str(SCRIPT), "--model", str(trained), "--out", str(folder),
+            "--rows", ",".join(rows), "--windows", str(windows), "--one-ray",
+        ]  # fmt: skip
+        child = start(scene, command, tmp_path / f"{name}.log", COMPILES_NOTHING)
+        return Measuring(rows, child, folder)
+
+    return begin
+
+
+@pytest.fixture
+def measured(measuring: Callable[..., Measuring]) -> Measured:
+    """Measure rows FORMAT/WAY over some windows, in one process."""
+    return lambda *given: measuring(*given).found()
 
 
 def stock() -> Json:
@@ -100,9 +131,9 @@ def check(row: Json, windows: int) -> None:
     assert "Paris" in row["answers"][0]
 
 
-@pytest.mark.slow
-def test_usual_formats(measured: Measured) -> None:
-    for row in measured(USUAL, FEW):
+def test_usual_formats(measuring: Callable[..., Measuring]) -> None:
+    begun = [measuring(rows, FEW, str(at)) for at, rows in enumerate(USUAL)]
+    for row in (row for one in begun for row in one.found()):
         check(row, FEW)
 
 
