@@ -199,6 +199,10 @@ class ExpertsConfig(_Section):
     replaced."""
     trace_mib: Annotated[int, Field(ge=1, le=65536)] = 64
     """Largest size of that file, in MiB; it ends when it is reached."""
+    keep_packed: str = ""
+    """Path of a folder on the nodes of the expert ranks, in which each rank keeps its experts in
+    the order of its kernels, to read them from there at the next start; empty for none. It takes
+    about as much room as the experts do in memory."""
 
 
 class WorkloadConfig(_Section):

@@ -54,6 +54,24 @@ Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    dtype: str
+    """Name of the type in the format."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes of the file before the tensor's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * _DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
 class Sorted:
     """A checkpoint's tensors by where they belong; names of a layer without its prefix."""
 
@@ -78,6 +96,19 @@ def read_headers(path: Path) -> Header:
     for file in weight_files(path):
         tensors |= _header(file)
     return tensors
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """Tensors of a checkpoint directory, by file.
+
+    Raises:
+        DamagedCheckpointError: as `read_headers`.
+        UnknownModelError: as `read_headers`.
+
+    """
+    for file in weight_files(path):
+        for name, (dtype, shape, offset) in _entries(file).items():
+            yield StoredTensor(file, name, dtype, shape, offset)
 
 
 def check_layers(name: str, headers: Iterable[str], found: Sorted) -> None:
@@ -173,10 +204,18 @@ def files_of_index(content: Mapping[str, object], name: str) -> set[str]:
 
 def _header(file: Path) -> Header:
     """Dtype and shape of every tensor of a file that is as long as its header says."""
+    return {name: (dtype, shape) for name, (dtype, shape, _) in _entries(file).items()}
+
+
+_Entries = dict[str, tuple[str, tuple[int, ...], int]]
+
+
+def _entries(file: Path) -> _Entries:
+    """Dtype, shape and offset of every tensor of a file that is as long as its header says."""
     name = file_shown(file)
     try:
         with file.open("rb") as stream:
-            return header_of(stream.read, file.stat().st_size, name)
+            return _entries_of(stream.read, file.stat().st_size, name)
     except OSError as error:
         raise DamagedCheckpointError(f"{name}: cannot be read: {error.strerror}") from None
 
@@ -194,6 +233,11 @@ def header_of(read: Callable[[int], bytes], size: int, name: str) -> Header:
         UnknownModelError: a tensor has a dtype that is not known.
 
     """
+    return {key: entry[:2] for key, entry in _entries_of(read, size, name).items()}
+
+
+def _entries_of(read: Callable[[int], bytes], size: int, name: str) -> _Entries:
+    """The same with each tensor's offset in the file."""
     length = int.from_bytes(read(8), "little")
     if size < 8 or length > min(size - 8, LONGEST_HEADER):
         raise DamagedCheckpointError(
@@ -209,19 +253,23 @@ def header_of(read: Callable[[int], bytes], size: int, name: str) -> Header:
     except UnknownModelError as error:
         raise DamagedCheckpointError(str(error)) from None
     entries.pop("__metadata__", None)
-    return {key: _tensor(name, key, entry, size - 8 - length) for key, entry in entries.items()}
+    return {key: _tensor(name, key, entry, 8 + length, size) for key, entry in entries.items()}
 
 
-def _tensor(file: str, name: str, entry: object, room: int) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of one tensor whose bytes are in the file.
+def _tensor(
+    file: str, name: str, entry: object, begin: int, size: int
+) -> tuple[str, tuple[int, ...], int]:
+    """Dtype, shape and offset of one tensor whose bytes are in the file.
 
     Args:
         file: its name, for errors.
         name: of the tensor.
         entry: what the header says of it.
-        room: bytes of the file behind the header.
+        begin: bytes of the header, with its length.
+        size: bytes of the file.
 
     """
+    room = size - begin
     found = entry if isinstance(entry, dict) else {}
     dtype, shape, place = found.get("dtype"), found.get("shape"), found.get("data_offsets")
     if not (
@@ -254,7 +302,7 @@ def _tensor(file: str, name: str, entry: object, room: int) -> tuple[str, tuple[
             f"{math.prod(shape) * bits // 8:,} bytes, data_offsets has {place[1] - place[0]:,}; "
             "the file is damaged, download it again"
         )
-    return dtype, tuple(shape)
+    return dtype, tuple(shape), begin + place[0]
 
 
 def _are_sizes(value: object, most: int = MOST) -> TypeGuard[list[int]]:

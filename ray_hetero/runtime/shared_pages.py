@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -60,6 +61,7 @@ class SharedPages:
         self.huge_bytes = 0
         """Part of `prepared_bytes` that is huge pages."""
         self._collapses = True
+        self._counting = threading.Lock()
 
     @classmethod
     def made(cls, nbytes: int, name: str) -> SharedPages:
@@ -94,7 +96,7 @@ class SharedPages:
     def prepare(self, begin: int, end: int) -> None:
         """Take pages for some bytes before they are written, huge ones if the system can.
 
-        They come from the NUMA nodes of this process.
+        They come from the NUMA nodes of this process.  Several threads may do so at once.
 
         Args:
             begin: a multiple of `STEP`.
@@ -102,12 +104,15 @@ class SharedPages:
 
         """
         # A page of each decides which NUMA node the huge one comes from.
-        self.memory[begin:end:HUGE] = 0
+        self.memory.numpy()[begin:end:HUGE] = 0
         length = end - begin
-        self.prepared_bytes += length
+        is_huge = False
         if self._collapses:
-            self._collapses = _libc().madvise(self.address + begin, length, _COLLAPSE) == 0
-            self.huge_bytes += length if self._collapses else 0
+            is_huge = _libc().madvise(self.address + begin, length, _COLLAPSE) == 0
+            self._collapses = self._collapses and is_huge
+        with self._counting:
+            self.prepared_bytes += length
+            self.huge_bytes += length if is_huge else 0
 
     def append(self, content: bytes) -> None:
         """Add bytes behind the memory, which this process does not map, and seal all of it.

@@ -33,8 +33,9 @@ from ray_hetero.observability.slot_forecast import SlotForecast, described
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
-from ray_hetero.worker.expert_files import Share, load_from_files
+from ray_hetero.worker.expert_files import load_from_files
 from ray_hetero.worker.expert_model import core_rates, shared_pages, slot_rates
+from ray_hetero.worker.expert_rows import Share
 from ray_hetero.worker.process_setup import secure, settle
 from ray_hetero.worker.rank_config import Fingerprint
 from ray_hetero.world import RankSpec

@@ -1,26 +1,26 @@
 """The experts of a model in an expert rank, read from the checkpoint's files.
 
 Neither vLLM's classes of models nor its platform for CPUs are imported: headers of safetensors
-files tell where each expert's tensors are, and native code brings this rank's slices into the order
+files tell where each expert's tensors are, and native code reads this rank's slices into the order
 of the kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from placement.model.checkpoint import weight_files
-from placement.model.config import UnknownModelError
-from placement.model.expert_tensors import ExpertTensors
+from placement.model.checkpoint import StoredTensor, stored_tensors
+from placement.model.config import DamagedCheckpointError, UnknownModelError
 from placement.model.shape import remote_layers
 from placement.units import GIB
 from ray_hetero.compat.models.quantised_experts import StoredExperts
@@ -30,45 +30,23 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import FIXED, Activation
 from ray_hetero.kernels.experts.arranged_experts import arranged
 from ray_hetero.kernels.experts.expert_room import Room, room_to_share
+from ray_hetero.kernels.experts.file_experts import FileReader
 from ray_hetero.kernels.experts.load_progress import LoadProgress
-from ray_hetero.kernels.experts.quantised_experts import held
+from ray_hetero.kernels.experts.quantised_experts import KINDS, held
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
+from ray_hetero.worker.expert_rows import SUFFIXES, ExpertRows, Key, Share
+from ray_hetero.worker.kept_experts import KeptExperts
 from ray_hetero.world import ExpertSource
 
-Tensors = Mapping[tuple[int | None, str], torch.Tensor]
-"""Tensors of a layer by expert, None for those of all, and by the rest of their name."""
-SUFFIXES = {
-    "fp8": ("weight", "weight_scale_inv"),
-    "int4": ("weight_packed", "weight_scale"),
-}
-"""Ends of the names of an expert's tensors, by format."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Part of every expert that one expert rank holds."""
-
-    number: int
-    ranks: int
-
-    def of(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """This rank's part of a tensor along an axis, not copied.
-
-        Raises:
-            UnsupportedError: the axis cannot be divided into equal parts.
-
-        """
-        size = tensor.shape[axis]
-        if size % self.ranks:
-            raise UnsupportedError(
-                f"experts of {self.ranks} expert ranks: {size} rows, blocks or groups of a tensor "
-                f"cannot be divided by {self.ranks}. Set experts.ranks to a divisor of {size}."
-            )
-        part = size // self.ranks
-        return tensor.narrow(axis, self.number * part, part)
+Tensors = Mapping[Key, torch.Tensor]
+"""Tensors of a layer, which lie in the mapped files."""
+Begun = Callable[[], RoutedExperts]
+"""Waits until a layer's experts are in memory, and gives them; see `_Maker.begin` for errors."""
+LAYERS_AT_ONCE = 2
+"""Layers that are read at the same time, so that threads have work while one ends."""
 
 
 def load_from_files(
@@ -94,37 +72,72 @@ def load_from_files(
         UnsupportedError: there are no experts, or they cannot be divided so, or nothing here
             computes them.
         UnknownModelError: tensors are missing, or have other names.
+        OSError: a file cannot be read.
 
     """
+    began = time.monotonic()
     numbers = remote_layers(source.layers, remote)
-    with contextlib.ExitStack() as files:
-        layers = _tensors_of_layers(_folder_of(source), source.tensors, numbers, files)
-        if not layers:
-            raise UnsupportedError(
-                f"experts.ranks is {share.ranks}, but {source.model} has no routed experts in its "
-                f"last {remote} layers. Leave experts out."
-            )
-        maker = _Maker(source, config, kernel, share)
-        progress = LoadProgress(len(layers))
-        found = {}
-        for number, tensors in sorted(layers.items()):
-            name = source.tensors.names.of_layer(number)
-            try:
-                experts = maker.made(tensors)
-            except UnsupportedError as error:
-                raise UnsupportedError(f"{name}: {error}") from None
-            except KeyError as error:
-                raise UnknownModelError(
-                    f"{name}: {source.model} has no tensor {error.args[0]} of it"
-                ) from None
-            found[name] = _held(experts, source)
-            progress.add(experts.nbytes)
+    layers = _tensors_of_layers(_folder_of(source), source, numbers)
+    if not layers:
+        raise UnsupportedError(
+            f"experts.ranks is {share.ranks}, but {source.model} has no routed experts in its "
+            f"last {remote} layers. Leave experts out."
+        )
+    found = _read(layers, source, config, kernel, share)
     nbytes = sum(layer.experts.nbytes for layer in found.values() if layer.experts is not None)
+    seconds = time.monotonic() - began
     logger.info(
-        "slices %d of %d of the experts of %d layers are read without vLLM's loader, %.1f GiB",
-        share.number + 1, share.ranks, len(found), nbytes / GIB,
+        "slices %d of %d of the experts of %d layers are read without vLLM's loader, %.1f GiB "
+        "in %.1f s (%.2f GiB/s)",
+        share.number + 1, share.ranks, len(found), nbytes / GIB, seconds, nbytes / GIB / seconds,
     )  # fmt: skip
     return found
+
+
+def _read(
+    layers: Mapping[int, Mapping[Key, StoredTensor]], source: ExpertSource, config: HeteroConfig,
+    kernel: StreamingLinear, share: Share,
+) -> dict[str, HeldLayer]:  # fmt: skip
+    """Layers by vLLM's name, some of which are read at the same time."""
+    found: dict[str, HeldLayer] = {}
+    with contextlib.ExitStack() as stack:
+        progress = LoadProgress(len(layers), _bytes_of(layers, share))
+        files = _Files(stack)
+        maker = _Maker(source, config, kernel, share, files, progress)
+        stack.callback(maker.close)
+        begun: deque[tuple[int, Begun]] = deque()
+
+        def finish() -> None:
+            number, wait = begun.popleft()
+            with _named(number, source):
+                experts = wait()
+            progress.add(experts.nbytes)
+            found[source.tensors.names.of_layer(number)] = _held(experts, source)
+
+        for number, tensors in sorted(layers.items()):
+            with _named(number, source):
+                begun.append((number, maker.begin(number, tensors)))
+            if len(begun) > LAYERS_AT_ONCE:
+                finish()
+        while begun:
+            finish()
+    return found
+
+
+@contextlib.contextmanager
+def _named(number: int, source: ExpertSource) -> Iterator[None]:
+    """Put a layer's name before errors of its experts."""
+    name = source.tensors.names.of_layer(number)
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from None
+    except KeyError as error:
+        raise UnknownModelError(
+            f"{name}: {source.model} has no tensor {error.args[0]} of it"
+        ) from None
+    except EOFError as error:
+        raise DamagedCheckpointError(str(error)) from None
 
 
 def _folder_of(source: ExpertSource) -> Path:
@@ -144,20 +157,56 @@ def _folder_of(source: ExpertSource) -> Path:
 
 
 def _tensors_of_layers(
-    folder: Path, tensors: ExpertTensors, numbers: range, files: contextlib.ExitStack
-) -> dict[int, dict[tuple[int | None, str], torch.Tensor]]:
-    """Tensors of the experts by layer, which lie in the mapped files until these are closed."""
-    found: dict[int, dict[tuple[int | None, str], torch.Tensor]] = defaultdict(dict)
-    pattern = tensors.of_experts
-    for path in weight_files(folder):
-        file = files.enter_context(safe_open(path, "pt"))
-        for name in file.keys():  # noqa: SIM118
-            match = pattern.search(name)
-            if match is None or int(match[1]) not in numbers:
-                continue
-            expert = None if tensors.names.has_all_in_one else int(match[2])
-            found[int(match[1])][expert, match[match.lastindex or 0]] = file.get_tensor(name)
+    folder: Path, source: ExpertSource, numbers: range
+) -> dict[int, dict[Key, StoredTensor]]:
+    """Places of the experts' tensors by layer.
+
+    Raises:
+        UnknownModelError: files are missing, or damaged.
+
+    """
+    found: dict[int, dict[Key, StoredTensor]] = defaultdict(dict)
+    pattern = source.tensors.of_experts
+    for tensor in stored_tensors(folder):
+        match = pattern.search(tensor.name)
+        if match is None or int(match[1]) not in numbers:
+            continue
+        expert = None if source.tensors.names.has_all_in_one else int(match[2])
+        found[int(match[1])][expert, match[match.lastindex or 0]] = tensor
     return found
+
+
+def _bytes_of(layers: Mapping[int, Mapping[Key, StoredTensor]], share: Share) -> int:
+    """Bytes of the files that a rank reads, about: biases are not divided."""
+    return sum(one.nbytes for layer in layers.values() for one in layer.values()) // share.ranks
+
+
+class _Files:
+    """Files of the checkpoint, open until a load has ended.
+
+    Args:
+        stack: closes them.
+
+    """
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._descriptors: dict[Path, int] = {}
+        self._mapped: dict[Path, Any] = {}
+
+    def opened(self, path: Path) -> int:
+        """Descriptor of a file."""
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, self._descriptors[path])
+        return self._descriptors[path]
+
+    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+        """A tensor, which lies in the mapped file."""
+        if stored.file not in self._mapped:
+            self._mapped[stored.file] = self._stack.enter_context(safe_open(stored.file, "pt"))
+        tensor: torch.Tensor = self._mapped[stored.file].get_tensor(stored.name)
+        return tensor
 
 
 class _Maker:
@@ -168,12 +217,15 @@ class _Maker:
         config: in which format the kernel computes.
         kernel: computes them.
         share: of this rank.
+        files: of the checkpoint.
+        progress: counts what is read.
 
     """
 
     def __init__(
-        self, source: ExpertSource, config: HeteroConfig, kernel: StreamingLinear, share: Share
-    ) -> None:
+        self, source: ExpertSource, config: HeteroConfig, kernel: StreamingLinear, share: Share,
+        files: _Files, progress: LoadProgress,
+    ) -> None:  # fmt: skip
         self._tensors = source.tensors
         self._share = share
         names = source.tensors.names
@@ -181,22 +233,75 @@ class _Maker:
         self._kernel = kernel
         self._kind = FORMATS[config.cpu.weight_format(kernel.level.name)]
         self._room = room_to_share if config.experts.prefill_on_gpu else Room
+        self._files = files
+        self._rows = ExpertRows(source.tensors, share, files.opened)
+        self._progress = progress
+        self._reader = FileReader(kernel.native, torch.get_num_threads(), progress.read)
+        folder = config.experts.keep_packed
+        self._kept = KeptExperts(folder, source, share, kernel, self._kind.name) if folder else None
 
-    def made(self, tensors: Tensors) -> RoutedExperts:
-        """The experts of a layer.
+    def close(self) -> None:
+        """Read no more, and wait for what is being kept."""
+        self._reader.close()
+        if self._kept is not None:
+            self._kept.finish()
+
+    def begin(self, number: int, tensors: Mapping[Key, StoredTensor]) -> Begun:
+        """Begin to read a layer from its kept file, or from the checkpoint; see `_begin`.
+
+        Args:
+            number: of the layer.
+            tensors: of its experts.
+
+        """
+        if (kept := self._kept) is None:
+            return self._begin(tensors)
+        layer = self._tensors.names.of_layer(number)
+        wait = kept.begin(layer, tensors, self._reader, self._room, self._progress.read)
+        begun = self._begin(tensors) if wait is None else None
+
+        def finish() -> RoutedExperts:
+            if wait is not None and (found := wait()) is not None:
+                return RoutedExperts.in_room(*found, *self._biases(tensors), **self._about)
+            experts = (begun or self._begin(tensors))()
+            kept.keep(layer, tensors, experts)
+            return experts
+
+        return finish
+
+    def _begin(self, tensors: Mapping[Key, StoredTensor]) -> Begun:
+        """Begin to read a layer from the checkpoint, and give what waits for it.
 
         Raises:
             KeyError: a tensor is missing; its name.
             UnsupportedError: a shape, a scale or a code that the kernels do not compute.
+            EOFError: a file is shorter than its header says.
+            OSError: a file cannot be read.
 
         """
-        about: dict[str, Any] = {
+        pairs = self._rows.of(tensors)
+        if pairs is None:
+            mapped = {key: self._files.tensor(one) for key, one in tensors.items()}
+            experts = self._made(mapped)
+            self._progress.read(sum(one.nbytes for one in mapped.values()) // self._share.ranks)
+            return lambda: experts
+        kind = KINDS[self._tensors.scheme] if self._tensors.scheme else self._kind
+        wait = self._reader.begin(pairs, kind, self._activation.order, self._room)
+        biases = self._biases(tensors)
+        return lambda: RoutedExperts.in_room(*wait(), *biases, **self._about)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        return {
             "native": self._kernel.native, "level": self._kernel.level,
             "activation": self._activation,
         }  # fmt: skip
-        scheme = self._tensors.scheme
+
+    def _made(self, tensors: Tensors) -> RoutedExperts:
+        """The experts of a layer that native code does not read; errors as of `begin`."""
+        about, scheme = self._about, self._tensors.scheme
         if self._tensors.names.has_all_in_one:
-            biases = self._biases(tensors)
+            biases = self._rounded_biases(tensors)
             if not scheme:
                 w13, w2 = self._plain_together(tensors)
                 return RoutedExperts(w13, w2, *biases, kind=self._kind, room=self._room, **about)
@@ -249,7 +354,16 @@ class _Maker:
             list(pool.map(copy, range(count)))
         return w13, w2
 
-    def _biases(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def _biases(
+        self, stored: Mapping[Key, StoredTensor]
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        if not self._tensors.names.has_all_in_one:
+            return None, None
+        names = "gate_up_proj_bias", "down_proj_bias"
+        tensors: Tensors = {(None, one): self._files.tensor(stored[None, one]) for one in names}
+        return self._rounded_biases(tensors)
+
+    def _rounded_biases(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Biases of gate and up, and of down, which the first rank adds; as vLLM rounds them."""
         gate_up = self._share.of(tensors[None, "gate_up_proj_bias"], 1).to(torch.bfloat16)
         down = tensors[None, "down_proj_bias"].to(torch.bfloat16)

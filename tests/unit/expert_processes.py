@@ -51,8 +51,9 @@ from ray_hetero.offload.linear_layers import LinearLayers
 from ray_hetero.planning.expert_ranks import asked_layers
 from ray_hetero.planning.expert_source import expert_source
 from ray_hetero.worker import vllm_experts
-from ray_hetero.worker.expert_files import Share, load_from_files
+from ray_hetero.worker.expert_files import load_from_files
 from ray_hetero.worker.expert_model import shared_pages
+from ray_hetero.worker.expert_rows import Share
 from ray_hetero.worker.vllm_experts import load_experts
 from ray_hetero.world import EngineSpec, RankSpec, SharedSettings, World
 

@@ -17,14 +17,17 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 namespace ray_hetero {
 
 constexpr int kCompactPair = 3 * kRow;  // bytes of two compact rows
 constexpr int kCodebook = 16;           // upper bytes; code 0 is 0
+constexpr int kNeighbours = 8;          // elements that stay together, see `compact_place`
 
 // Where element e of a row is among its 64 bytes: VPUNPCKLBW and VPUNPCKHBW then give both halves.
 constexpr int compact_place(int e) {
@@ -49,10 +52,62 @@ class Compact : public Encoding {
   // packed than one, and one in kPerPackedBlock, as these are held beside the rows.
   static std::unique_ptr<Compact> made(const std::uint16_t* packed, std::int64_t n,
                                        std::int64_t k, std::uint8_t* rows) {
-    std::unique_ptr<Compact> compact(new Compact(n, k));
-    if (!compact->choose(packed)) return nullptr;
-    compact->write(packed, rows);
+    std::unique_ptr<Compact> compact = chosen(packed, n, k, false);
+    if (compact != nullptr) compact->write(packed, rows, false);
     return compact;
+  }
+  // Choose how to write packed rows, without writing them; nullptr as above.
+  //   is_alone: on this thread only, which is one of many that do so and leads none.
+  static std::unique_ptr<Compact> chosen(const std::uint16_t* packed, std::int64_t n,
+                                         std::int64_t k, bool is_alone) {
+    std::unique_ptr<Compact> compact(new Compact(n, k));
+    if (!compact->choose(packed, is_alone)) return nullptr;
+    return compact;
+  }
+  // Write packed rows as they were chosen.
+  void write(const std::uint16_t* packed, std::uint8_t* rows, bool is_alone) {
+    const std::int64_t elements = pairs() * kRow;
+    outliers_.resize(first_[blocks()]);
+    by_row_.resize(first_[blocks()]);
+    packed_.clear();
+    packed_.reserve(packed_blocks_.size() * elements);
+    for (const std::int64_t block : packed_blocks_) {
+      const std::uint16_t* from = packed + block * elements;
+      packed_.insert(packed_.end(), from, from + elements);
+    }
+    each_block(is_alone, [&](std::int64_t block) {
+      std::uint8_t* to = rows + block * pairs() / 2 * kCompactPair;
+      if (packed_rows(block) != nullptr) {
+        std::fill_n(to, pairs() / 2 * kCompactPair, std::uint8_t{0});
+      } else {
+        write_block(packed + block * elements, to, outliers_.data() + first_[block],
+                    by_row_.data() + first_[block]);
+      }
+    });
+  }
+
+  // All of this beside the rows, for a file on this kind of machine.
+  std::vector<std::uint8_t> kept() const {
+    std::vector<std::uint8_t> bytes;
+    const auto add = [&](const auto* first, std::size_t count) {
+      const auto* from = reinterpret_cast<const std::uint8_t*>(first);
+      bytes.insert(bytes.end(), from, from + count * sizeof(*first));
+    };
+    const std::int64_t sizes[4] = {n(), k(), outliers_count(),
+                                   static_cast<std::int64_t>(packed_blocks_.size())};
+    add(sizes, 4);
+    add(codebook_.data(), codebook_.size());
+    add(first_.data(), first_.size());
+    add(outliers_.data(), outliers_.size());
+    add(packed_blocks_.data(), packed_blocks_.size());
+    add(packed_.data(), packed_.size());
+    return bytes;
+  }
+  // From such bytes; nullptr if they are none of a weight [n, k].
+  static std::unique_ptr<Compact> restored(std::int64_t n, std::int64_t k,
+                                           const std::uint8_t* bytes, std::size_t count) {
+    std::unique_ptr<Compact> compact(new Compact(n, k));
+    return compact->take(bytes, bytes + count) ? std::move(compact) : nullptr;
   }
 
   const std::array<std::uint8_t, kCodebook>& codebook() const { return codebook_; }
@@ -89,14 +144,37 @@ class Compact : public Encoding {
 
   Compact(std::int64_t n, std::int64_t k) : Encoding(n, k), first_(blocks() + 1) {}
 
-  // Decide what is an outlier, and which blocks stay packed; whether these are few.
-  bool choose(const std::uint16_t* packed) {
-    std::vector<Counts> counts(blocks(), Counts{});
-#pragma omp parallel for schedule(static)
-    for (std::int64_t block = 0; block < blocks(); ++block) {
-      const std::uint16_t* from = packed + block * pairs() * kRow;
-      for (std::int64_t i = 0; i < pairs() * kRow; ++i) ++counts[block][from[i] >> 8];
+  template <typename Function>
+  void each_block(bool is_alone, const Function& function) const {
+    if (is_alone) {
+      // OpenMP's runtime would take a thread that it does not know to its first core.
+      for (std::int64_t block = 0; block < blocks(); ++block) function(block);
+      return;
     }
+#pragma omp parallel for schedule(static)
+    for (std::int64_t block = 0; block < blocks(); ++block) function(block);
+  }
+
+  // How often each upper byte occurs.  Neighbours are often equal, and to count one up waits until
+  // the last one is written: so they are counted in places of their own.
+  static Counts counted(const std::uint16_t* from, std::int64_t elements) {
+    std::array<Counts, 4> parts{};
+    for (std::int64_t i = 0; i < elements; i += 4) {
+      for (int part = 0; part < 4; ++part) ++parts[part][from[i + part] >> 8];
+    }
+    for (int byte = 0; byte < 256; ++byte) {
+      parts[0][byte] += parts[1][byte] + parts[2][byte] + parts[3][byte];
+    }
+    return parts[0];
+  }
+
+  // Decide what is an outlier, and which blocks stay packed; whether these are few.
+  bool choose(const std::uint16_t* packed, bool is_alone) {
+    std::vector<Counts> counts(blocks());
+    const std::int64_t elements = pairs() * kRow;
+    each_block(is_alone, [&](std::int64_t block) {
+      counts[block] = counted(packed + block * elements, elements);
+    });
     make_codebook(counts);
     for (std::int64_t block = 0; block < blocks(); ++block) {
       std::int64_t count = 0;
@@ -124,27 +202,6 @@ class Compact : public Encoding {
     for (std::uint8_t code = 0; code < kCodebook; ++code) codes_[codebook_[code]] = code;
   }
 
-  void write(const std::uint16_t* packed, std::uint8_t* rows) {
-    const std::int64_t elements = pairs() * kRow;
-    outliers_.resize(first_[blocks()]);
-    by_row_.resize(first_[blocks()]);
-    packed_.reserve(packed_blocks_.size() * elements);
-    for (const std::int64_t block : packed_blocks_) {
-      const std::uint16_t* from = packed + block * elements;
-      packed_.insert(packed_.end(), from, from + elements);
-    }
-#pragma omp parallel for schedule(static)
-    for (std::int64_t block = 0; block < blocks(); ++block) {
-      std::uint8_t* to = rows + block * pairs() / 2 * kCompactPair;
-      if (packed_rows(block) != nullptr) {
-        std::fill_n(to, pairs() / 2 * kCompactPair, std::uint8_t{0});
-      } else {
-        write_block(packed + block * elements, to, outliers_.data() + first_[block],
-                    by_row_.data() + first_[block]);
-      }
-    }
-  }
-
   void write_block(const std::uint16_t* from, std::uint8_t* to, Outlier* outliers,
                    Outlier* by_row) const {
     Outlier* end = outliers;
@@ -152,23 +209,81 @@ class Compact : public Encoding {
       const bool is_second = row % 2 != 0;
       std::uint8_t* lower = to + row / 2 * kCompactPair + (is_second ? kRow : 0);
       std::uint8_t* codes = to + row / 2 * kCompactPair + 2 * kRow;
-      for (int e = 0; e < kRow; ++e) {
+      std::uint8_t found[kRow], any = 0;
+      for (int e = 0; e < kRow; ++e) any |= found[e] = codes_[from[e] >> 8];
+      for (int e = 0; e < kRow; e += kNeighbours) {
         const int at = compact_place(e);
-        const std::uint8_t code = codes_[from[e] >> 8];
-        const bool is_there = code != kNone;
-        if (!is_there) {
+        for (int i = 0; i < kNeighbours; ++i) lower[at + i] = static_cast<std::uint8_t>(from[e + i]);
+      }
+      if (any == kNone) {
+        for (int e = 0; e < kRow; ++e) {
+          if (found[e] != kNone) continue;
           *end++ = {static_cast<std::uint32_t>(2 * row + e % 2), static_cast<std::uint16_t>(e / 2),
                     from[e]};
+          lower[compact_place(e)] = found[e] = 0;
         }
-        lower[at] = is_there ? static_cast<std::uint8_t>(from[e]) : 0;
-        const auto written = static_cast<std::uint8_t>(is_there ? code : 0);
-        codes[at] = is_second ? static_cast<std::uint8_t>(codes[at] | written << 4) : written;
+      }
+      for (int e = 0; e < kRow; e += kNeighbours) {
+        const int at = compact_place(e);
+        for (int i = 0; i < kNeighbours; ++i) {
+          codes[at + i] = static_cast<std::uint8_t>(
+              is_second ? codes[at + i] | found[e + i] << 4 : found[e + i]);
+        }
       }
     }
     std::copy(outliers, end, by_row);
     std::sort(outliers, end, [](const Outlier& left, const Outlier& right) {
       return left.output != right.output ? left.output < right.output : left.k < right.k;
     });
+  }
+
+  // Take what `kept` has written; whether it is whole and of this size.
+  bool take(const std::uint8_t* at, const std::uint8_t* end) {
+    const auto read = [&](auto* first, std::int64_t count) {
+      if (count < 0 || count > (end - at) / static_cast<std::int64_t>(sizeof(*first))) return false;
+      std::memcpy(first, at, count * sizeof(*first));
+      at += count * sizeof(*first);
+      return true;
+    };
+    std::int64_t sizes[4];
+    if (!read(sizes, 4) || sizes[0] != n() || sizes[1] != k()) return false;
+    const std::int64_t most = end - at;  // each takes more than a byte
+    if (sizes[2] < 0 || sizes[2] > most || sizes[3] < 0 || sizes[3] > blocks()) return false;
+    if (sizes[3] > most / (pairs() * kRow)) return false;
+    outliers_.resize(sizes[2]);
+    packed_blocks_.resize(sizes[3]);
+    packed_.resize(sizes[3] * pairs() * kRow);
+    return read(codebook_.data(), kCodebook) && read(first_.data(), blocks() + 1) &&
+           read(outliers_.data(), sizes[2]) && read(packed_blocks_.data(), sizes[3]) &&
+           read(packed_.data(), static_cast<std::int64_t>(packed_.size())) && at == end &&
+           is_in_order() && sort_by_row();
+  }
+
+  bool is_in_order() const {
+    if (first_[0] != 0 || outliers_count() != static_cast<std::int64_t>(outliers_.size()) ||
+        !std::is_sorted(first_.begin(), first_.end())) {
+      return false;
+    }
+    for (const Outlier& one : outliers_) {
+      if (one.output >= kBlock || one.k >= static_cast<std::uint32_t>(k())) return false;
+    }
+    const auto is_none = [](std::int64_t left, std::int64_t right) { return left >= right; };
+    return std::adjacent_find(packed_blocks_.begin(), packed_blocks_.end(), is_none) ==
+               packed_blocks_.end() &&
+           (packed_blocks_.empty() ||
+            (packed_blocks_.front() >= 0 && packed_blocks_.back() < blocks()));
+  }
+
+  bool sort_by_row() {
+    by_row_ = outliers_;
+    for (std::int64_t block = 0; block < blocks(); ++block) {
+      std::sort(by_row_.begin() + first_[block], by_row_.begin() + first_[block + 1],
+                [](const Outlier& left, const Outlier& right) {
+                  return std::make_tuple(left.k / 2, left.output, left.k % 2) <
+                         std::make_tuple(right.k / 2, right.output, right.k % 2);
+                });
+    }
+    return true;
   }
 
   static constexpr std::uint8_t kNone = 255;
@@ -250,6 +365,43 @@ inline void bind(pybind11::module_& module, const Compact*) {
           "Write packed rows, bf16, as compact ones, n · k · 3 / 2 bytes; both by address.\n"
           "None where too many of their blocks would stay packed.\n"
           "Raises ValueError: shapes that the layout cannot hold.")
+      .def_static(
+          "chosen",
+          [](std::uintptr_t packed, std::int64_t n, std::int64_t k) {
+            check_shape(n, k);
+            py::gil_scoped_release release;
+            return Compact::chosen(reinterpret_cast<const std::uint16_t*>(packed), n, k, true);
+          },
+          py::arg("packed"), py::arg("n"), py::arg("k"),
+          "Choose how to write packed rows, by address, on this thread alone; `write` does so.\n"
+          "None and ValueError as of `made`.")
+      .def(
+          "write",
+          [](Compact& compact, std::uintptr_t packed, std::uintptr_t rows) {
+            py::gil_scoped_release release;
+            compact.write(reinterpret_cast<const std::uint16_t*>(packed),
+                          reinterpret_cast<std::uint8_t*>(rows), true);
+          },
+          py::arg("packed"), py::arg("rows"), "Write, once, what was chosen; both by address.")
+      .def(
+          "kept",
+          [](const Compact& compact) {
+            const std::vector<std::uint8_t> bytes = compact.kept();
+            return py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+          },
+          "All of it beside the rows, as `restored` takes it on this kind of machine.")
+      .def_static(
+          "restored",
+          [](std::int64_t n, std::int64_t k, const py::bytes& kept) {
+            check_shape(n, k);
+            const std::string_view bytes = kept;
+            auto found = Compact::restored(
+                n, k, reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
+            if (found == nullptr) throw py::value_error("expected what `kept` has given");
+            return found;
+          },
+          py::arg("n"), py::arg("k"), py::arg("kept"),
+          "What `kept` has given.  Raises ValueError: it is damaged, or of another shape.")
       .def_property_readonly(
           "codebook",
           [](const Compact& compact) {

@@ -50,7 +50,7 @@ def arranged(
         return None
     sizes = _sizes(kind, all_found, native)
     room = make_room((count * in_lines(sizes[0]), count * in_lines(sizes[1])))
-    room.take_all()
+    room.expect((count * in_lines(sizes[0]), count * in_lines(sizes[1])))
     gate_up, down = (torch.arange(outputs) for outputs, _ in shapes)
     orders = paired(gate_up, order), down
     weights: list[tuple[HostWeight, HostWeight]] = []

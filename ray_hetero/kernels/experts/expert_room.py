@@ -6,7 +6,9 @@ Neighbouring experts are neighbours in memory, so that a GPU copies many of them
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -63,8 +65,30 @@ class Room:
         self._take(begin, end, half)
         return self._memory[begin : begin + nbytes]
 
-    def take_all(self) -> None:
-        """Take all memory at once, where weights are sure to fill it."""
+    def expect(self, sizes: tuple[int, int]) -> None:
+        """Know how many bytes of each half weights are expected to take, to provide more at once.
+
+        Args:
+            sizes: of both halves, in whole cache lines.
+
+        """
+
+    def provide(self, half: int, nbytes: int, submit: Submit) -> None:
+        """Let threads provide memory for so many bytes of a half, unless they do so already.
+
+        Args:
+            half: 0 or 1.
+            nbytes: from its beginning on, as far as they are expected.
+            submit: has a thread call a function.
+
+        """
+
+    def wait(self, place: torch.Tensor) -> None:
+        """Wait until threads have provided a place."""
+
+    def half(self, half: int) -> torch.Tensor:
+        """Memory that weights of a half have taken: uint8, [bytes]."""
+        return self._memory[self.starts[half] : self._ends[half]]
 
     def _take(self, begin: int, end: int, half: int) -> None:
         """Provide memory for these bytes."""
@@ -88,18 +112,39 @@ class SharedRoom(Room):
         self.pages = SharedPages.made(left + right, "ray_hetero-weights")
         self._begin(self.pages.memory, (0, left))
         self._prepared = [0, left]
+        self._expected = [0, left]
+        self._steps: list[tuple[int, int, Future[None]]] = []
+        # Nothing is prepared twice: that writes where weights may be by then.
+        self._claiming = threading.Lock()
 
-    def take_all(self) -> None:
-        """Take all pages, in longer steps than as weights come."""
-        end, total = self.starts[1], len(self.pages.memory)
-        for begin in range(0, total, LONG_STEP):
-            self.pages.prepare(begin, min(begin + LONG_STEP, total))
-        self._prepared = [end, total]
+    def expect(self, sizes: tuple[int, int]) -> None:
+        """See `Room`; pages up to there are made in long steps."""
+        self._expected = [start + size for start, size in zip(self.starts, sizes, strict=True)]
+
+    def provide(self, half: int, nbytes: int, submit: Submit) -> None:
+        """See `Room`."""
+        wanted = min(self.starts[half] + nbytes, self._expected[half])
+        with self._claiming:
+            while (begin := self._prepared[half]) < wanted:
+                end = -(-min(begin + LONG_STEP, self._expected[half]) // STEP) * STEP
+                self._prepared[half] = end
+                self._steps.append((begin, end, submit(self.pages.prepare, begin, end)))
+
+    def wait(self, place: torch.Tensor) -> None:
+        """See `Room`."""
+        first = place.data_ptr() - self._memory.data_ptr()
+        for begin, end, step in self._steps:
+            if begin < first + place.nbytes and first < end:
+                step.result()
 
     def _take(self, begin: int, end: int, half: int) -> None:
-        if end > (prepared := self._prepared[half]):
-            self._prepared[half] = -(-end // STEP) * STEP
-            self.pages.prepare(prepared, self._prepared[half])
+        with self._claiming:
+            prepared = self._prepared[half]
+            more = min(prepared + LONG_STEP, self._expected[half])
+            to = -(-max(end, more) // STEP) * STEP if end > prepared else prepared
+            self._prepared[half] = to
+        if to > prepared:
+            self.pages.prepare(prepared, to)
 
 
 def room_to_share(sizes: tuple[int, int]) -> Room:
@@ -111,4 +156,5 @@ def room_to_share(sizes: tuple[int, int]) -> Room:
         return Room(sizes)
 
 
+Submit = Callable[..., Future[None]]
 MakeRoom = Callable[[tuple[int, int]], Room]

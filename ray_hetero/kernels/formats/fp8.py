@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight, elements, from_elements
 
@@ -29,6 +28,7 @@ class Fp8Weight(ScaledWeight):
     read_share: ClassVar[float] = 0.5
     bits: ClassVar[int] = 8
     scale_types: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float8_e8m0fnu")
+    no_number: ClassVar[int] = NAN
 
     @classmethod
     def values(cls, codes: torch.Tensor) -> torch.Tensor:
@@ -49,16 +49,6 @@ class Fp8Weight(ScaledWeight):
         """See csrc/kernels/formats/fp8.h."""
         halves = rows.reshape(len(rows), inputs // 2, BLOCK, 2).transpose(2, 3)
         return from_elements(halves.reshape(len(rows), inputs // 2, -1))
-
-    @classmethod
-    def _check(cls, codes: Codes) -> None:
-        super()._check(codes)
-        wrong = int(((codes.codes & NAN) == NAN).sum())
-        if wrong:
-            raise UnsupportedError(
-                f"{cls.name}: {wrong} of {codes.codes.numel()} weights are NaN; the checkpoint is "
-                "damaged"
-            )
 
     @classmethod
     def _encoding(cls, codes: Codes, native: ModuleType) -> Any:

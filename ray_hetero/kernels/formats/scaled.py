@@ -141,6 +141,8 @@ class ScaledWeight(HostWeight):
     """PyTorch's names of the types that scales may have."""
     has_zeros: ClassVar[bool] = False
     """Whether there may be zero points."""
+    no_number: ClassVar[int] = 0
+    """Code of eight bits, without its sign, that is no number; 0 if all are numbers."""
 
     @classmethod
     def made(cls, packed: torch.Tensor, native: ModuleType) -> Self | None:
@@ -215,6 +217,18 @@ class ScaledWeight(HostWeight):
         return cls(place.view(codes.shape[0], -1), encoding, codes.layout), write
 
     @classmethod
+    def in_place(cls, codes: Codes, place: torch.Tensor, native: ModuleType) -> Self:
+        """A checkpoint's weight in memory that has its bytes, or that somebody will write there.
+
+        Args:
+            codes: of the weight; without memory.
+            place: uint8, bytes of the weight.
+            native: the module of the kernels.
+
+        """
+        return cls(place.view(codes.shape[0], -1), cls._encoding(codes, native), codes.layout)
+
+    @classmethod
     @abstractmethod
     def values(cls, codes: torch.Tensor) -> torch.Tensor:
         """Values of codes, uint8, whatever the zero point; exact in bf16."""
@@ -274,19 +288,46 @@ class ScaledWeight(HostWeight):
             raise UnsupportedError(
                 f"{cls.name}: the factor of all scales is {codes.factor}; the checkpoint is damaged"
             )
+        if codes.zeros is not None and not cls.has_zeros:
+            raise UnsupportedError(f"{cls.name}: expected no zero points")
         scales = codes.scales
+        if scales.is_meta:
+            return  # Whoever reads the values looks at them.
         wrong = 0
         if scales.dtype != torch.float8_e8m0fnu:
             wrong = int((~(scales.float().abs() <= LARGEST_SCALE)).sum())
         elif (exponents := scales.view(torch.uint8)).max() > LARGEST_E8M0:
             wrong = int((exponents > LARGEST_E8M0).sum())
-        if wrong:
+        cls.check_values(wrong, scales.numel())
+        if cls.no_number:
+            wrong = int(((codes.codes & cls.no_number) == cls.no_number).sum())
+            cls.check_values(0, scales.numel(), wrong, codes.codes.numel())
+
+    @classmethod
+    def check_values(
+        cls, wrong_scales: int, scales: int, wrong_codes: int = 0, codes: int = 0
+    ) -> None:
+        """Raise if some scales or codes are none that a weight can have.
+
+        Args:
+            wrong_scales: how many of the scales are infinite, NaN or too large.
+            scales: how many there are.
+            wrong_codes: how many of the codes are no numbers.
+            codes: how many there are.
+
+        Raises:
+            UnsupportedError: some are.
+
+        """
+        if wrong_scales:
             raise UnsupportedError(
-                f"{cls.name}: {wrong} of {scales.numel()} scales are infinite, NaN or above "
+                f"{cls.name}: {wrong_scales} of {scales} scales are infinite, NaN or above "
                 f"{LARGEST_SCALE:g}; the checkpoint is damaged"
             )
-        if codes.zeros is not None and not cls.has_zeros:
-            raise UnsupportedError(f"{cls.name}: expected no zero points")
+        if wrong_codes:
+            raise UnsupportedError(
+                f"{cls.name}: {wrong_codes} of {codes} weights are NaN; the checkpoint is damaged"
+            )
 
     @classmethod
     def _parts(cls, codes: Codes) -> Iterator[torch.Tensor]:

@@ -83,7 +83,8 @@ def by_vllm(model: Path) -> list[dict[str, HeldLayer]]:
 def by_files(model: Path) -> list[dict[str, HeldLayer]]:
     """Slices of each rank, as they are read from the files."""
     from ray_hetero.kernels.linear import streaming_linear
-    from ray_hetero.worker.expert_files import Share, load_from_files
+    from ray_hetero.worker.expert_files import load_from_files
+    from ray_hetero.worker.expert_rows import Share
 
     config = json.loads((model / "config.json").read_text())
     text = dict(decoder_section(config))

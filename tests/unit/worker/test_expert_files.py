@@ -17,7 +17,7 @@ from placement.model.expert_tensors import ARCHITECTURES, ExpertTensors  # noqa:
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
-from ray_hetero.worker.expert_files import Share  # noqa: E402
+from ray_hetero.worker.expert_rows import Share  # noqa: E402
 
 if expert_memory._native is None:
     pytest.skip("needs the native module", allow_module_level=True)
@@ -71,7 +71,7 @@ def test_an_expert_rank_imports_neither_vllm_nor_transformers(tmp_path: Path) ->
         text=True,
     )
     (line,) = (one for one in done.stdout.splitlines() if one.startswith("LOADED "))
-    _, layers, _, modules = line.split()
+    _, layers, _, modules, *_ = line.split()
     assert (int(layers), int(modules)) == (4, 0), done.stderr[-3000:]
 
 

@@ -1,0 +1,274 @@
+"""Packed experts that are kept on disk are read where they fit, and packed again elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import save_file  # noqa: E402
+
+from placement.model.expert_tensors import ExpertTensors  # noqa: E402
+from ray_hetero.config import HeteroConfig  # noqa: E402
+from ray_hetero.distributed import expert_memory  # noqa: E402
+from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
+from ray_hetero.worker import expert_files, kept_experts  # noqa: E402
+from ray_hetero.worker.expert_rows import Share  # noqa: E402
+from ray_hetero.world import ExpertSource  # noqa: E402
+
+if expert_memory._native is None:
+    pytest.skip("needs the native module", allow_module_level=True)
+from native_module import native as NATIVE  # noqa: E402, N812
+
+LAYERS, EXPERTS, HIDDEN, INNER = 2, 4, 64, 64
+FORMS = {
+    "bf16": ("Qwen3MoeForCausalLM", None),
+    "fp8": ("Qwen3MoeForCausalLM", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "mxfp4": ("GptOssForCausalLM", {"quant_method": "mxfp4"}),
+    "together": ("GptOssForCausalLM", None),
+}  # fmt: skip
+
+
+def tensors_of(form: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found = {}
+
+    def codes(*shape: int) -> Any:
+        return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}.mlp.experts"
+        sizes = {"gate_up_proj": (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+        if form in ("mxfp4", "together"):
+            for name, (outputs, inputs) in sizes.items():
+                one = f"{at}.{name}"
+                found[f"{one}_bias"] = torch.randn(EXPERTS, outputs).bfloat16()
+                if form == "together":
+                    found[one] = torch.randn(EXPERTS, inputs, outputs).bfloat16()
+                    continue
+                found[f"{one}_blocks"] = codes(EXPERTS, outputs, inputs // 32, 16)
+                found[f"{one}_scales"] = codes(EXPERTS, outputs, inputs // 32) % 16 + 118
+            continue
+        for expert in range(EXPERTS):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                weight = f"{at}.{expert}.{name}.weight"
+                found[weight] = torch.randn(HIDDEN, INNER).bfloat16()
+                if form == "fp8":
+                    found[weight] = found[weight].to(torch.float8_e4m3fn)
+                    found[f"{weight}_scale_inv"] = torch.rand(2, 2)
+    return found
+
+
+class Case:
+    """A checkpoint and a folder for its packed experts."""
+
+    def __init__(self, path: Path, form: str = "bf16") -> None:
+        self.model, self.folder, self.form = path / "model", path / "kept", form
+        self.model.mkdir()
+        save_file(tensors_of(form), self.model / "model.safetensors")
+        (self.model / "config.json").write_text(json.dumps({"model_type": form}))
+
+    def load(
+        self, *, ranks: int = 1, number: int = 0, level: int = -1, compact: bool = False,
+        kept: bool = True,
+    ) -> list[Any]:  # fmt: skip
+        """Bytes of all that is held."""
+        architecture, settings = FORMS[self.form]
+        said = {"num_experts_per_tok": 2, "hidden_act": "silu", "quantization_config": settings}
+        tensors = ExpertTensors.of(architecture, said)
+        assert tensors is not None
+        config = HeteroConfig.model_validate(
+            {
+                "cpu": {"compact_weights": compact},
+                "experts": {
+                    "prefill_on_gpu": False, "keep_packed": str(self.folder) if kept else "",
+                },
+            }
+        )  # fmt: skip
+        kernel = StreamingLinear(NATIVE, NATIVE.levels()[level])
+        source = ExpertSource(str(self.model), tensors, LAYERS)
+        held = expert_files.load_from_files(source, config, kernel, LAYERS, Share(number, ranks))
+        found = []
+        for name, layer in sorted(held.items()):
+            assert layer.experts is not None
+            x, ids = torch.ones(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 2]])
+            found.append((name, layer.experts(x, None, ids).float().tolist()))
+            for pair in layer.experts.weights:
+                found += [(type(one), one.shape, one.facts, one.data.tolist()) for one in pair]
+        return found
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    found = [one.getMessage() for one in log.records if one.levelname == "WARNING"]
+    log.clear()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def at_least_info(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.ray_hetero")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("compact", [False, True])
+def test_what_was_kept_is_read_and_nothing_is_packed(
+    tmp_path: Path, form: str, compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, form)
+    first = case.load(compact=compact)
+    assert first == case.load(compact=compact, kept=False)
+    names = [path.name for path in case.files]
+    assert names == [f"model.layers.{n}.mlp.experts.packed" for n in range(LAYERS)]
+
+    def begin(*_: Any) -> None:
+        raise AssertionError("the checkpoint is not read")
+
+    monkeypatch.setattr(expert_files._Maker, "_begin", begin)
+    assert case.load(compact=compact) == first
+
+
+def test_each_slice_has_its_own(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    both = [case.load(ranks=2, number=number) for number in range(2)]
+    assert both[0] != both[1]
+    assert [case.load(ranks=2, number=number) for number in range(2)] == both
+    case.load()
+    folders = {path.parent.name for path in case.files}
+    assert folders == {"slice-1-of-2", "slice-2-of-2", "slice-1-of-1"}
+    assert warnings(caplog) == []
+
+
+def stale(case: Case, caplog: pytest.LogCaptureFixture, **how: Any) -> str:
+    """What is said once of files that do not fit; the experts are right, and kept again."""
+    assert case.load(**how) == case.load(kept=False, **how)
+    (said,) = warnings(caplog)
+    case.load(**how)
+    assert warnings(caplog) == []
+    assert said.startswith("experts.keep_packed: experts are packed again: ")
+    return said
+
+
+def test_other_checkpoint_level_format_slice_and_release(
+    case: Case, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.load()
+    file = case.model / "model.safetensors"
+    later = file.stat().st_mtime_ns + 1_000_000_000
+    os.utime(file, ns=(later, later))
+    assert "it is of another checkpoint" in stale(case, caplog)
+    levels = [level.name for level in NATIVE.levels()]
+    said = stale(case, caplog, level=0)
+    assert f"it is of another level ({levels[-1]}, expected {levels[0]})" in said
+    case.load()
+    caplog.clear()
+    assert "another format (packed, expected compact)" in stale(case, caplog, compact=True)
+    monkeypatch.setattr(kept_experts, "installed_version", lambda _: "7.0")
+    said = stale(case, caplog, compact=True)
+    assert "another release (" in said
+    assert said.endswith(", expected 7.0)")
+    whole = case.files[0]
+    for path in case.files:
+        other = Path(str(path).replace("1-of-1", "1-of-2"))
+        other.parent.mkdir(exist_ok=True)
+        path.rename(other)
+    assert not whole.exists()
+    said = stale(case, caplog, compact=True, ranks=2)
+    assert "it is of another slice (1 of 1, expected 1 of 2)" in said
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "bf16"])
+def test_bytes_that_are_wrong_or_missing(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(tmp_path, form)
+    case.load()
+    path = case.files[1]
+    content = path.read_bytes()
+    for at, said in (
+        (0, "a digest is not that of its bytes"), (len(content) // 3, "a digest is not that"),
+        (len(content) - 200, "the digest of its description is not that of its bytes"),
+        (len(content) - 1, "it is not whole, or not of this release"),
+    ):  # fmt: skip
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert said in stale(case, caplog)
+        assert path.read_bytes() == content
+    for cut in (content[:-1], content[:3], b"", content[1:]):
+        path.write_bytes(cut)
+        stale(case, caplog)
+        assert path.read_bytes() == content
+
+
+def test_a_description_that_belongs_to_other_bytes(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    case.load()
+    path = case.files[0]
+    content = path.read_bytes()
+    about, data = kept_experts._description(os.open(path, os.O_RDONLY))
+    assert about["halves"][0] + about["halves"][1] + about["beside"] == data
+    path.write_bytes(content[:64] + content)
+    assert f"it has {data + 64} bytes of weights, expected {data}" in stale(case, caplog)
+
+
+def test_a_full_disk_is_said_once_and_leaves_nothing(
+    case: Case, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        assert case.load() == case.load(kept=False)
+    (said,) = warnings(caplog)
+    assert said.endswith("the packed experts are not kept in " + said.split(" in ")[1])
+    assert "slice-1-of-1: No space left on device" in said
+    assert case.files == []
+
+    def late(descriptor: int, view: memoryview, begin: int) -> int:
+        return write(descriptor, view, begin) if begin == 0 else full(descriptor, begin, 0)
+
+    write: Any = os.pwrite
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", late)
+        case.load()
+    assert len(warnings(caplog)) == 1
+    assert case.files == []
+    case.load()
+    assert len(case.files) == LAYERS
+
+
+def test_a_folder_that_cannot_be_written(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    case.folder.write_text("a file")
+    assert case.load() == case.load(kept=False)
+    said = warnings(caplog)
+    assert len(said) == 2
+    assert all("Not a directory" in one or "File exists" in one for one in said)
+
+
+def test_leftovers_of_processes_that_are_gone(case: Case) -> None:
+    case.load()
+    gone, running = (
+        case.files[0].with_name(f"x.packed.{process}.tmp") for process in (2**31 - 1, os.getpid())
+    )
+    for path in (gone, running):
+        path.write_text("half a file")
+    case.files[0].unlink()
+    case.load()
+    assert (gone.exists(), running.exists()) == (False, True)
+    assert math.prod(path.stat().st_size for path in case.files) > 0
