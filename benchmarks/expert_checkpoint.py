@@ -33,7 +33,7 @@ class Form:
     chosen: int
     quantisation: dict[str, Any] | None
     layers: int
-    """As many as make some gigabytes."""
+    """Number of layers that makes some gigabytes."""
 
     def config(self) -> dict[str, Any]:
         """Content of config.json, as far as loading experts needs it."""
