@@ -305,7 +305,7 @@ class FileReader:
         ]  # fmt: skip
 
     def _provide(self, room: Room, number: int, sizes: Sequence[int]) -> None:
-        """Let threads make memory for an expert, and for some of the next ones, before it is read."""
+        """Let threads make memory for an expert, and for some that follow, before it is read."""
         for half, size in enumerate(sizes):
             room.provide(half, (number + 1) * in_lines(size), self.submit)
 
