@@ -120,6 +120,11 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if current_platform.is_cpu():
             expert_router.use_routing(route)
             latent_attention.turn_all_heads()
+            model_runner.count_without_compiler()
+            if self._vllm_config.compilation_config.mode == CompilationMode.NONE:
+                # vLLM has functions of its own compiled nevertheless, by a compiler that a node
+                # without compiled models does not need to have.
+                torch.compiler.set_stance("force_eager")
         if seat.kind == "cpu":
             cpu_rank = CpuRank(self._rank, self._vllm_config, self._prompt_gpu(physical_gpus))
         layer_partition.set_partition(world.layers)

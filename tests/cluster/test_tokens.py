@@ -55,7 +55,13 @@ has_no_native = streaming_linear._native is None
 Tokens = dict[str, list[list[int]]]
 
 
-def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int, int]]) -> Tokens:
+def _run(
+    scene: Scene,
+    directory: Path,
+    model: Model,
+    cases: list[tuple[str, int, int]],
+    **environment: str,
+) -> Tokens:
     """All engines of a list, one after the other in one process as in a notebook."""
     runs = []
     for name, pipeline, tensor in cases:
@@ -69,17 +75,23 @@ def _run(scene: Scene, directory: Path, model: Model, cases: list[tuple[str, int
             compilation_config={"mode": 0} if how == [UNCOMPILED] else {},
             **hetero(cpu={"ranks_per_socket": pipeline * tensor, "linear_kernel": "vllm"}),
         )
-        runs.append((arguments, [REFUSED, batch(prompts())]))
+        runs.append((arguments, [REFUSED, batch(prompts()), batch(prompts(), logprobs=1)]))
     # Faster; the engines of the other modules have a process of their own.
-    answers = run_engines(scene, directory, runs, extra=IN_THIS_PROCESS)
-    for refused, _ in answers:
+    answers = run_engines(scene, directory, runs, extra={**IN_THIS_PROCESS, **environment})
+    for refused, plain, with_logprobs in answers:
         assert refused == [{"requests": 0}] * 3
+        assert tokens(with_logprobs) == tokens(plain)
+        for answer in with_logprobs:
+            for token, values in zip(answer["tokens"][0], answer["logprobs"][0], strict=True):
+                assert max(values, key=values.__getitem__) == str(token)
     return {name: tokens(found[1]) for (name, _, _), found in zip(cases, answers, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def eager(scene: Scene, logs: Path, model: Model) -> Tokens:
-    return _run(scene, logs / "eager", model, EAGER)
+    # A node without a C++ compiler serves it, whatever a client asks for.
+    kept = str(logs / "compiled")
+    return _run(scene, logs / "eager", model, EAGER, CXX="/none/c++", TORCHINDUCTOR_CACHE_DIR=kept)
 
 
 @pytest.fixture(scope="module")

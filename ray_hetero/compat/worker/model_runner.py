@@ -1,9 +1,11 @@
-"""vLLM's model runner: seeded requests on CPU ranks, and ranks of a mixed group."""
+"""vLLM's model runner: seeded requests and logprobs on CPU ranks, and ranks of a mixed group."""
 
 from __future__ import annotations
 
 from functools import wraps
 from typing import Any
+
+import torch
 
 from ray_hetero.compat.patching import original, replace
 
@@ -43,6 +45,25 @@ def draw_for_kept_tokens_only(model_runner: Any) -> None:
         return sample_with_kept_generators
 
     replace(model_runner, "sample_tokens", make)
+
+
+def count_without_compiler() -> None:
+    """Let PyTorch's operators of a CPU rank count how many tokens are as likely as one.
+
+    Replaces: `sampler.batched_count_greater_than` of vllm.v1.sample.
+    Why: torch compiles it at the first request for logprobs, with --enforce-eager too.  All
+    requests wait for that, some 20 s; and where the node has no C++ compiler, or no room for what
+    the compiler writes, the error ends the engine.
+    Can go when: vLLM leaves it to PyTorch's operators on CPUs.
+    """
+    from vllm.v1.sample import sampler
+
+    replace(sampler, "batched_count_greater_than", lambda stock: _as_likely)
+
+
+def _as_likely(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Number of elements of each row of x [M, N] that are not below the row's value [M, 1]."""
+    return (x >= values).sum(-1)
 
 
 def share_samples(model_runner: Any) -> None:

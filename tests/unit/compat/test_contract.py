@@ -110,7 +110,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker import gpu_model_runner
@@ -284,6 +284,7 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/worker/model_runner", GPUModelRunner, "_sample"),
     ("compat/engine/input_processor", InputProcessor, "_validate_model_input"),
     ("compat/worker/model_runner", GPUModelRunner, "sample_tokens"),
+    ("compat/worker/model_runner", sampler, "batched_count_greater_than"),
     ("compat/worker/model_runner", InputBatch, "num_reqs"),
     ("compat/worker/late_tokens", GPUModelRunner, "_preprocess"),
     ("compat/worker/model_runner", GPUModelRunner, "profile_cudagraph_memory"),
