@@ -193,6 +193,13 @@ class ExpertsConfig(_Section):
     prefill_gpu_gib: Gibibytes | Auto = "auto"
     """Memory of each GPU, in GiB, for experts that are being read; auto is 1 GiB, or the size of
     one expert if that is more."""
+    slots_gib: Annotated[float, Field(ge=0, le=100_000)] = 0
+    """Memory of the GPU of each stage, in GiB, for slots with experts in bf16 that it computes
+    itself in steps of up to 64 tokens, while the sockets compute the others; 0 for none. What it
+    takes is missing for the KV cache. Slots have not been run on a GPU yet."""
+    slots: Literal["auto", "always", "fixed"] = "auto"
+    """Use of the slots. auto uses them while steps are measured to be faster with them; always
+    uses them in any case; fixed keeps the first experts of each layer in them, and copies none."""
     trace: str = ""
     """Path of a file on the node of the expert ranks, into which the first of them writes the
     experts that tokens have chosen, in steps of up to 64 tokens; empty for none. The file is
@@ -203,6 +210,11 @@ class ExpertsConfig(_Section):
     """Path of a folder on the nodes of the expert ranks, in which each rank keeps its experts in
     the order of its kernels, to read them from there at the next start; empty for none. It takes
     about as much room as the experts do in memory."""
+
+    @property
+    def is_read_by_gpus(self) -> bool:
+        """Whether GPUs may read experts from the memory of expert ranks."""
+        return bool(self.prefill_on_gpu or self.slots_gib)
 
 
 class WorkloadConfig(_Section):

@@ -202,7 +202,7 @@ class RankSpec:
     """Text of what a CPU rank's measured times depend on beside kernels and weights: its
     processor, its cores, and the CPU ranks that compute beside it."""
     gpu: DeviceFigures | None = None
-    """GPU of the first stage, of an expert rank; None where the plan knows none."""
+    """GPU of the first stage, beside expert ranks; None where the plan knows none."""
     source: ExpertSource | None = None
     """Checkpoint of an expert rank; None where vLLM's classes load it, and for all other ranks."""
     meeting: str = ""

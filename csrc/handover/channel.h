@@ -4,6 +4,7 @@
 
 #include "../expert_call.h"
 #include "shadow.h"
+#include "slot_orders.h"
 #include "words.h"
 
 #include <cstddef>
@@ -37,6 +38,12 @@ struct Channel {
   std::vector<Layer> layers;
   std::vector<LayerSlots> slots;  // of each layer
   std::int64_t first = 0;         // number of its first layer among those of all channels
+  // Of the GPU's slots: the turn that the books are of, how many there are, and what was counted.
+  std::uint32_t turn = 0, count = 0;
+  SlotSums sums{};
+  // The layer that was counted last; the first one that may give orders in this step; and the one
+  // that may be the first in the next step, for lack of room in this one, or -1.
+  std::int64_t last = 0, from = 0, refused = -1;
 
   // What another process asks for is compared with `capacity` and the layers alone, so there must be
   // memory for these: of x and y so many elements, of ids and weights so many routes.

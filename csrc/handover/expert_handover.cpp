@@ -63,11 +63,13 @@ py::dict by_name(const Totals& totals) {
     found[("slot_hits_" + percent).c_str()] = totals.slot_hits[size].load();
     found[("slot_copies_" + percent).c_str()] = totals.slot_copies[size].load();
   }
+  found["slot_held"] = totals.slot_held.load();
   return found;
 }
 
-std::pair<std::array<std::int64_t, kSlotSizes>, std::array<std::int64_t, kSlotSizes>> step_of(
-    LayerSlots& slots, const std::vector<std::int32_t>& experts) {
+using Counts = std::vector<std::int64_t>;  // of each book
+
+std::pair<Counts, Counts> step_of(LayerSlots& slots, const std::vector<std::int32_t>& experts) {
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const bool is_here = experts[i] >= 0 && experts[i] < slots.experts();
     if (!is_here || std::count(experts.begin(), experts.begin() + i, experts[i]) != 0) {
@@ -77,7 +79,10 @@ std::pair<std::array<std::int64_t, kSlotSizes>, std::array<std::int64_t, kSlotSi
     }
   }
   const SlotCounts found = slots.step(experts);
-  return {found.hits, found.copies};
+  const auto of_books = [&](const auto& counts) {
+    return Counts(counts.begin(), counts.begin() + slots.books());
+  };
+  return {of_books(found.hits), of_books(found.copies)};
 }
 
 // Experts of no size, for tests and for measuring the handover: tokens of 16-bit values come back.
@@ -136,6 +141,17 @@ PYBIND11_MODULE(_expert_handover, module) {
       .def("posting", &Sender::posting, py::arg("layer"), py::arg("tokens"),
            "`post` as a host function of a CUDA stream: (function, its argument), by address.")
       .def("waiting", &Sender::waiting, "`wait` as such.")
+      .def("make_slots",
+           [](Sender& sender, std::uint32_t slots) { sender.orders().make(slots); },
+           py::arg("slots"), "Say how many slots each layer has, before the first step.")
+      .def("follow", [](Sender& sender, bool is_following) { sender.orders().follow(is_following); },
+           py::arg("is_following"),
+           "Have the book of slots, which is empty then, give orders, or go on by itself.")
+      .def("take_orders", [](Sender& sender, std::uint32_t most) { return sender.orders().take(most); },
+           py::arg("most"), "The oldest orders, up to so many: [layer, expert, slot].")
+      .def_property_readonly("slot_sums", [](Sender& sender) { return sender.orders().told(); },
+                             "Sums over the steps that were counted: steps, layers, nanoseconds of\n"
+                             "computing and of waiting, experts, hits and copies of the slots' book.")
       .def("release", &Sender::release,
            "Say that the channel has failed, and end the wait that may be under way.")
       .def_property_readonly("has_failed", &Sender::has_failed);
@@ -182,10 +198,13 @@ PYBIND11_MODULE(_expert_handover, module) {
   module.attr("COUNTED_TOKENS") = kCountedTokens;
   module.attr("SLOT_WINDOW") = kWindow;
   module.attr("SLOT_COPIES") = kCopies;
+  module.attr("SLOT_ORDERS") = kOrders;
   py::class_<LayerSlots>(module, "LayerSlots", "Slots of one layer that nobody has made, of all sizes.")
       .def(py::init<std::int64_t>(), py::arg("experts"))
+      .def("have", &LayerSlots::have, py::arg("slots"),
+           "Keep the book of so many slots too, which are empty.")
       .def("step", &step_of, py::arg("experts"),
-           "Count a step that uses these experts, each once: for each size, how many of them slots\n"
-           "held, and how many were copied behind the step.\n"
+           "Count a step that uses these experts, each once: for each size, and for the slots of\n"
+           "`have`, how many of them slots held, and how many were copied behind the step.\n"
            "Raises ValueError: an expert that there is not, or one that is given twice.");
 }

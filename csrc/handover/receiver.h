@@ -28,6 +28,8 @@ struct Totals {
   Count slot_steps = 0, slot_layers = 0, slot_experts = 0, slot_computing_ns = 0,
         slot_waiting_ns = 0;
   std::array<Count, kSlotSizes> slot_hits{}, slot_copies{};
+  // Part of slot_experts that a GPU has computed from its slots.
+  Count slot_held = 0;
 
   static void add(Count& count, std::int64_t more) {
     count.store(count.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
@@ -74,9 +76,10 @@ class Receiver {
   }
 
   // Answer a request that Python has computed.
-  void finish(std::int64_t channel) {
-    answer(channels_.at(channel));
-    count_slots();
+  void finish(std::int64_t number) {
+    Channel& channel = channels_.at(number);
+    answer(channel);
+    count_slots(channel, asked_);
   }
 
   const Totals& totals() const { return totals_; }
@@ -128,6 +131,7 @@ class Receiver {
       const Layer& layer = channel.layers[number];
       begin(i, number, tokens);
       if (layer.compute == nullptr) {
+        asked_ = number;
         left_to_python_ = Asked(static_cast<std::int64_t>(i), number, tokens);
         return;
       }
@@ -140,8 +144,8 @@ class Receiver {
     Channel& channel = channels_[number];
     began_s_ = now_s();
     const double pause_s = began_s_ - answered_s_;
-    const std::int64_t waited_ns = pause_s < kLongestPause ? nanoseconds(pause_s) : 0;
-    Totals::add(totals_.waiting_ns, waited_ns);
+    waited_ns_ = pause_s < kLongestPause ? nanoseconds(pause_s) : 0;
+    Totals::add(totals_.waiting_ns, waited_ns_);
     std::size_t first = 0;
     while (channels_[first].layers.empty()) ++first;
     const bool is_first = number == first && layer == 0;
@@ -153,20 +157,21 @@ class Receiver {
     Totals::add(totals_.layer_tokens, tokens);
     const std::int64_t chosen = channel.layers[layer].chosen;
     find(channel.ids, tokens, chosen, 1);
-    Totals::add(totals_.experts, static_cast<std::int64_t>(found_.size()));
+    Totals::add(totals_.experts, static_cast<std::int64_t>(found_.size()) - held_);
     slots_ = nullptr;
     const std::int64_t every = channel.words.every().load(std::memory_order_relaxed);
     if (every == 0 || tokens > kCountedTokens || channel.layers[layer].experts == 0) return;
     if (every > 1) find(channel.ids, tokens, chosen, every);
     slots_ = &channel.slots[layer];
-    Totals::add(totals_.slot_waiting_ns, waited_ns);
+    Totals::add(totals_.slot_waiting_ns, waited_ns_);
     Totals::add(totals_.slot_steps, is_first);
     if (routes_.is_open()) routes_.add(channel.first + layer, channel.ids, tokens, chosen, every);
   }
 
-  // The experts of every so many tokens, each once; negative numbers stand for none.
+  // The experts of every so many tokens, each once, and how many of them a GPU computes.
   void find(const std::int32_t* ids, std::int64_t tokens, std::int64_t chosen, std::int64_t every) {
     found_.clear();
+    held_ = 0;
     ++turn_;
     for (std::int64_t token = 0; token < tokens; token += every) {
       find(ids + token * chosen, chosen);
@@ -174,31 +179,74 @@ class Receiver {
   }
   void find(const std::int32_t* ids, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) {
-      if (ids[i] < 0) continue;
-      const std::size_t id = static_cast<std::size_t>(ids[i]);
+      if (ids[i] == -1) continue;
+      const std::size_t id = static_cast<std::size_t>(expert_of(ids[i]));
       if (id >= kMostExperts) {
         throw std::runtime_error("a token of expert " + std::to_string(id) + ", expected one below " +
                                  std::to_string(kMostExperts));
       }
       if (id >= seen_.size()) seen_.resize(id + 1, 0);
-      if (seen_[id] != turn_) found_.push_back(ids[i]);
+      if (seen_[id] != turn_) {
+        found_.push_back(static_cast<std::int32_t>(id));
+        held_ += ids[i] < 0;
+      }
       seen_[id] = turn_;
     }
   }
 
   // What slots would have held of the layer that was answered; while the sender goes on.
-  void count_slots() {
+  void count_slots(Channel& channel, std::int64_t layer) {
     if (slots_ == nullptr) return;
     for (const std::int32_t expert : found_) {
       if (expert >= slots_->experts()) return;  // none that was agreed on
     }
-    const SlotCounts counted = slots_->step(found_);
+    const SlotCounts counted = count_slots_of_gpu(channel, layer);
     Totals::add(totals_.slot_layers, 1);
     Totals::add(totals_.slot_experts, counted.experts);
+    Totals::add(totals_.slot_held, held_);
     for (std::size_t size = 0; size < kSlotSizes; ++size) {
       Totals::add(totals_.slot_hits[size], counted.hits[size]);
       Totals::add(totals_.slot_copies[size], counted.copies[size]);
     }
+  }
+
+  // Keep the book of the slots that the sender's GPU has, and tell it what it is to copy.
+  SlotCounts count_slots_of_gpu(Channel& channel, std::int64_t layer) {
+    // All expert ranks see the same tokens; one of them speaks.
+    SlotOrders orders(channel.words);
+    const std::uint32_t slots = channel.rank == 0 ? orders.slots() : 0;
+    if (slots == 0) return slots_->step(found_);
+    const std::uint32_t turn = orders.turn();
+    if (slots != channel.count || turn != channel.turn) {
+      for (LayerSlots& one : channel.slots) one.have(slots);
+      channel.count = slots, channel.turn = turn;
+    }
+    SlotSums& sums = channel.sums;
+    if (layer <= channel.last || sums.steps == 0) {
+      ++sums.steps;
+      channel.from = channel.refused < 0 ? 0 : channel.refused;
+      channel.refused = -1;
+    }
+    channel.last = layer;
+    const std::int64_t layers = static_cast<std::int64_t>(channel.layers.size());
+    std::int64_t given = 0;
+    const SlotCounts counted = slots_->step(found_, [&](std::int32_t expert, std::size_t slot) {
+      if (!SlotOrders::follows(turn)) return true;
+      // A layer that had no room in the step before comes first, so that each has its turn.
+      if (layer < channel.from) return false;
+      const bool has_room = orders.give(turn, layer, expert, static_cast<std::int64_t>(slot));
+      if (!has_room && channel.refused < 0) channel.refused = (layer + (given > 0)) % layers;
+      given += has_room;
+      return has_room;
+    });
+    ++sums.layers;
+    sums.computing_ns += static_cast<std::uint64_t>(took_ns_);
+    sums.waiting_ns += static_cast<std::uint64_t>(waited_ns_);
+    sums.experts += static_cast<std::uint64_t>(counted.experts);
+    sums.hits += static_cast<std::uint64_t>(counted.hits[kSlotSizes]);
+    sums.copies += static_cast<std::uint64_t>(counted.copies[kSlotSizes]);
+    orders.tell(sums);
+    return counted;
   }
 
   void compute(Channel& channel, const Layer& layer, std::int64_t tokens) {
@@ -207,7 +255,7 @@ class Receiver {
                                       layer.hidden, layer.chosen});
     if (problem != nullptr) throw std::runtime_error(problem);
     answer(channel);
-    count_slots();
+    count_slots(channel, &layer - channel.layers.data());
   }
 
   void answer(Channel& channel) {
@@ -215,9 +263,9 @@ class Receiver {
     channel.words.count(channel.rank).fetch_add(1, std::memory_order_release);
     channel.words.answer(channel.rank).store(1, std::memory_order_release);
     answered_s_ = now_s();
-    const std::int64_t took_ns = nanoseconds(answered_s_ - began_s_);
-    Totals::add(totals_.computing_ns, took_ns);
-    if (slots_ != nullptr) Totals::add(totals_.slot_computing_ns, took_ns);
+    took_ns_ = nanoseconds(answered_s_ - began_s_);
+    Totals::add(totals_.computing_ns, took_ns_);
+    if (slots_ != nullptr) Totals::add(totals_.slot_computing_ns, took_ns_);
   }
 
   // Whether the senders are still there; a closed socket can be read.
@@ -237,10 +285,13 @@ class Receiver {
   std::vector<Channel> channels_;
   Patience patience_;
   double looked_s_ = 0, began_s_ = 0, answered_s_ = 0, end_s_ = 0;
+  std::int64_t waited_ns_ = 0, took_ns_ = 0;  // before the request, and for it
   std::optional<Asked> left_to_python_;
+  std::int64_t asked_ = 0;           // layer that is left to Python
   std::vector<std::uint64_t> seen_;  // by expert: the request that has counted it last
   std::uint64_t turn_ = 0;
   std::vector<std::int32_t> found_;  // experts of the request, those of drafts not among them
+  std::int64_t held_ = 0;            // how many of them a GPU computes
   LayerSlots* slots_ = nullptr;      // of the request's layer, if its step is counted
   std::int64_t layers_ = 0;          // of all channels
   Routes routes_;

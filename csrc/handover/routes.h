@@ -11,6 +11,12 @@
 
 namespace ray_hetero {
 
+// The expert that a number stands for in what is handed over: the number itself, or that of an
+// expert in a slot of the GPU, which computes it; -1 for none.
+inline std::int64_t expert_of(std::int32_t id) {
+  return id >= -1 ? id : -2 - static_cast<std::int64_t>(id);
+}
+
 // Records of 16-bit numbers: a layer, how many tokens, and the experts of each token.  One thread
 // adds, another one takes.
 class Routes {
@@ -39,8 +45,9 @@ class Routes {
     waiting_.push_back(static_cast<std::uint16_t>(kept));
     for (std::int64_t token = 0; token < tokens; token += every) {
       for (std::int64_t i = token * chosen; i < (token + 1) * chosen; ++i) {
-        waiting_.push_back(ids[i] < 0 || ids[i] >= kNone ? kNone
-                                                         : static_cast<std::uint16_t>(ids[i]));
+        const std::int64_t expert = expert_of(ids[i]);
+        waiting_.push_back(expert < 0 || expert >= kNone ? kNone
+                                                         : static_cast<std::uint16_t>(expert));
       }
     }
   }

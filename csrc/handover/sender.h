@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "slot_orders.h"
 #include "words.h"
 
 #include <cstdint>
@@ -28,7 +29,7 @@ inline std::uint32_t request_of(std::int64_t layer, std::int64_t tokens) {
 // A sender that waits in its own thread; one on a GPU has the GPU write and wait for the words.
 class Sender {
  public:
-  explicit Sender(const Words& words) : words_(words) {}
+  explicit Sender(const Words& words) : words_(words), orders_(words) {}
 
   void post(std::int64_t layer, std::int64_t tokens) {
     const std::uint32_t request = request_of(layer, tokens);
@@ -39,6 +40,9 @@ class Sender {
 
   // Say that every `every`-th row of the steps that follow is no draft; 0 for none that is known.
   void mark(std::uint32_t every) { words_.every().store(every, std::memory_order_release); }
+
+  // What is said about slots, see there.
+  SlotOrders& orders() { return orders_; }
 
   // Whether all have answered; not when the channel has failed, which ends the wait.
   bool wait() {
@@ -94,6 +98,7 @@ class Sender {
   };
 
   Words words_;
+  SlotOrders orders_;
   Patience patience_;  // of the one thread that waits
   std::deque<Post> posts_;
 };

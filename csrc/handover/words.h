@@ -4,7 +4,8 @@
 // back, and an answer, which the expert rank sets and the sender takes back.  So both are the same
 // constants in every step, which a captured CUDA graph can write and wait for.  A third one counts
 // the expert rank's answers, for whoever watches whether it goes on.  One more word says which rows
-// of the step are no drafts, for the expert rank to count.
+// of the step are no drafts, for the expert rank to count.  Behind them is what both ends say about
+// slots (slot_orders.h).
 //
 //   sender                      expert rank
 //   tokens, ids, weights
@@ -39,6 +40,9 @@ constexpr std::uint32_t kTokens = 1u << (32 - kLayerBits);
 // slows down another's writing.
 constexpr std::int64_t kWordBytes = 128;
 
+// Bytes behind the words, for slots.
+constexpr std::int64_t kSlotBytes = 5 * kWordBytes;
+
 // The words of a channel: one that says that it has failed, then requests, answers and counts, and
 // one with the distance between two rows of a step that are no drafts, 0 where there is no such.
 class Words {
@@ -51,7 +55,10 @@ class Words {
   Word& answer(std::int64_t rank) const { return at(1 + ranks_ + rank); }
   Word& count(std::int64_t rank) const { return at(1 + 2 * ranks_ + rank); }
   Word& every() const { return at(1 + 3 * ranks_); }
-  static std::int64_t bytes(std::int64_t ranks) { return (2 + 3 * ranks) * kWordBytes; }
+  std::uint8_t* slots() const { return memory_ + (2 + 3 * ranks_) * kWordBytes; }
+  static std::int64_t bytes(std::int64_t ranks) {
+    return (2 + 3 * ranks) * kWordBytes + kSlotBytes;
+  }
 
  private:
   Word& at(std::int64_t place) const {

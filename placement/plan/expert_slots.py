@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placement.plan.devices import DeviceFigures, Links
+
+SLOT_WEIGHT_BYTES = 2
+"""Bytes of a weight in a slot."""
+
 
 @dataclass(frozen=True)
 class SlotCounts:
@@ -34,6 +39,10 @@ class SlotRates:
 
     expert_bytes: float
     """Bytes of one expert of a layer, as it is stored."""
+    slot_bytes: float
+    """Bytes of one in a slot, in 16 bits."""
+    own_bytes: float
+    """Bytes of one in a GPU's own layer, as the checkpoint has it."""
     gpu_bandwidth: float
     """Bytes per second that the GPU reads its memory with."""
     link_bandwidth: float
@@ -41,6 +50,31 @@ class SlotRates:
     layer_s: float
     """Seconds that a computation of the GPU takes for a layer beside its reads; as long again is
     taken to be the handover."""
+
+    @classmethod
+    def of(
+        cls, stored: float, weights: float, gpu: DeviceFigures, *, is_16_bit: bool
+    ) -> SlotRates | None:
+        """Rates for experts of one size; None for a device without a link to its host.
+
+        Args:
+            stored: bytes of one expert as it is stored, all slices together.
+            weights: of one.
+            gpu: that has the slots.
+            is_16_bit: whether the checkpoint has these weights in 16 bits.
+
+        """
+        if gpu.host_link is None:
+            return None
+        in_slot = SLOT_WEIGHT_BYTES * weights
+        return cls(
+            expert_bytes=stored,
+            slot_bytes=in_slot,
+            own_bytes=in_slot if is_16_bit else stored,
+            gpu_bandwidth=gpu.read_bandwidth,
+            link_bandwidth=gpu.host_link,
+            layer_s=Links().handover.latency_s,
+        )
 
 
 def step_with_slots(counts: SlotCounts, rates: SlotRates) -> float:
@@ -52,7 +86,7 @@ def step_with_slots(counts: SlotCounts, rates: SlotRates) -> float:
 
     """
     sockets = counts.computing_s * (counts.read - counts.hits + counts.copies) / counts.read
-    read_s = rates.expert_bytes / rates.gpu_bandwidth
+    read_s = rates.slot_bytes / rates.gpu_bandwidth
     gpu = counts.layers * rates.layer_s + counts.hits * read_s
     copying = counts.copies * rates.expert_bytes / rates.link_bandwidth
     return max(counts.others_s + max(sockets, gpu), copying)
@@ -64,9 +98,11 @@ def step_with_layers(counts: SlotCounts, rates: SlotRates, share: float) -> floa
     Args:
         counts: of the step.
         rates: of the GPU.
-        share: of the layers, from 0 to 1, as slots hold of the experts.
+        share: of the experts, from 0 to 1, that slots hold; of the layers, more in a format that
+            takes fewer bytes than slots do.
 
     """
-    gpu = share * counts.read * rates.expert_bytes / rates.gpu_bandwidth
+    layers = min(1.0, share * rates.slot_bytes / rates.own_bytes)
+    gpu = layers * counts.read * rates.own_bytes / rates.gpu_bandwidth
     # The GPU computes these layers instead of handing their tokens over.
-    return counts.others_s + (1 - share) * counts.computing_s + gpu
+    return counts.others_s + (1 - layers) * counts.computing_s + gpu

@@ -130,6 +130,11 @@ class ExpertChannel:
         """Most tokens of one handover."""
         return self._memory.geometry.capacity
 
+    @property
+    def slot_orders(self) -> Any:
+        """What the first expert rank says about slots, see `SlotOrders`."""
+        return self._sender
+
     def begin_step(self, tokens: int, every: int = 1) -> None:
         """Learn how many tokens the step has, before any layer of it is handed over.
 

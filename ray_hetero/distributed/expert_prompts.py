@@ -168,7 +168,8 @@ def made(
     experts: GpuExperts | None = None
     problem = ""
     try:
-        experts = _read_here(config, device, _slices(layers, offers, dtype), layers, readers.part)
+        slices = readable_slices(layers, offers, dtype)
+        experts = _read_here(config, device, slices, layers, readers.part)
     except UnsupportedError as error:
         problem = str(error)
     problems = readers.gather(problem)
@@ -294,7 +295,7 @@ def _shares(
     return ExpertShares.found(rates, handover, seconds, count=count, most=tokens, asked=asked)
 
 
-def _slices(
+def readable_slices(
     layers: Sequence[RemoteLayer], offers: Sequence[Offer], dtype: torch.dtype
 ) -> list[tuple[LinkedSlice, ...] | None]:
     """Slices of all expert ranks by layer; None where one of them has none to read.

@@ -17,13 +17,14 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from placement.model.shape import remote_layers
 from ray_hetero.compat.models import remote_experts
-from ray_hetero.distributed import expert_offers, expert_prompts
+from ray_hetero.distributed import expert_offers, expert_prompts, stage_slots
 from ray_hetero.distributed.expert_channel import ExpertChannel, HostSignals
 from ray_hetero.distributed.expert_meeting import ExpertMeeting
 from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
 from ray_hetero.distributed.expert_prompts import ExpertLink, Readers
 from ray_hetero.log import logger
+from ray_hetero.offload.experts.expert_slots import ExpertSlots
 from ray_hetero.world import RankSpec
 
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
@@ -31,6 +32,8 @@ _channels: list[ExpertChannel] = []
 """Channel of this process: one in the first rank of a stage, once it is connected."""
 _links: list[ExpertLink] = []
 """Link of this process: one where its GPU computes experts of large steps, otherwise none."""
+_slots: list[ExpertSlots] = []
+"""Slots of this process: those of its GPU for experts of small steps, if it has some."""
 
 
 def _hand_over(
@@ -39,6 +42,8 @@ def _hand_over(
     if link := _link_of(x, layer):
         link.begin(x, weights, ids, layer)
     elif x.shape[0]:
+        for slots in _slots_of(x, layer):
+            ids = slots.told(ids, layer)
         for channel in _channels:
             channel.begin(x, weights, ids, layer)
     return x.new_empty(0)
@@ -53,14 +58,21 @@ def _take(
         for channel in _channels:
             channel.check()
         return link.sums(x, weights, ids, layer)
+    # Before the wait for the others, which the sockets compute meanwhile.
+    here = [slots.sums(x, weights, ids, layer) for slots in _slots_of(x, layer)]
     for channel in _channels:
-        return channel.sums(x, weights, ids, layer)
+        return sum(here, start=channel.sums(x, weights, ids, layer))
     return torch.zeros_like(x)  # the stage's first rank has the sums
 
 
 def _link_of(x: torch.Tensor, layer: int) -> ExpertLink | None:
     """The link that has a part in a layer of these tokens, if one does."""
     return next((link for link in _links if link.experts_here(x.shape[0], layer)), None)
+
+
+def _slots_of(x: torch.Tensor, layer: int) -> list[ExpertSlots]:
+    """The slots in which a layer of these tokens may find experts, if there are any."""
+    return [slots for slots in _slots if slots.holds(x.shape[0], layer)]
 
 
 def _nothing_yet(
@@ -128,6 +140,7 @@ class RemoteExperts:
         self._seat = rank.seat
         self._config = rank.engine.config
         self._tokens = rank.shared.max_num_batched_tokens
+        self._gpu = rank.gpu
         self._dtype = dtype
         self._layers: list[RemoteLayer] = []
         self._channel: ExpertChannel | None = None
@@ -146,6 +159,8 @@ class RemoteExperts:
         """Learn how many tokens the step has, before it is ordered; see `ExpertChannel`."""
         if self._channel is not None:
             self._channel.begin_step(tokens, every)
+        for slots in _slots:
+            slots.begin_step(tokens)
 
     def connect(self) -> None:
         """Wait for the expert ranks, now that the stage's layers are known.
@@ -217,6 +232,11 @@ class RemoteExperts:
             dtype=self._dtype, tokens=self._tokens, readers=readers,
         )  # fmt: skip
         _links[:] = [] if link is None else [link]
+        slots = stage_slots.made(
+            self._config.experts, device, self._layers, offers, self._channel, self._gpu,
+            dtype=self._dtype, ranks=size,
+        )  # fmt: skip
+        _slots[:] = [] if slots is None else [slots]
 
     def close(self) -> None:
         """Let the expert ranks go."""

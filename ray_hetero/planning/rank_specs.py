@@ -61,7 +61,7 @@ def rank_specs(
             near_gpus=near_gpus[seat.node_id],
             own_near_gpus=own_near_gpus[seat.node_id],
             place=place_of(plan, seat, hosts[seat.node_id], engine),
-            gpu=plan.expert_gpu if seat.serves_experts else None,
+            gpu=plan.expert_gpu if plan.world.experts else None,
             source=source if seat.serves_experts else None,
             meeting=meeting,
         )

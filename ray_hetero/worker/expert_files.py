@@ -232,7 +232,7 @@ class _Maker:
         self._activation = FIXED.get(names.activation) or Activation(names.activation)
         self._kernel = kernel
         self._kind = FORMATS[config.cpu.weight_format(kernel.level.name)]
-        self._room = room_to_share if config.experts.prefill_on_gpu else Room
+        self._room = room_to_share if config.experts.is_read_by_gpus else Room
         self._files = files
         self._rows = ExpertRows(source.tensors, share, files.opened)
         self._progress = progress

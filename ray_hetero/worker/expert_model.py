@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from placement.plan.devices import DeviceFigures, Links
+from placement.plan.devices import DeviceFigures
 from placement.plan.expert_slots import SlotRates
 from placement.units import GIB
 from ray_hetero.distributed.expert_memory import MOST_TOKENS
 from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.kernels.experts import expert_rates
 from ray_hetero.kernels.experts.expert_rates import CoreRates
+from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.log import logger
 from ray_hetero.offload.experts import linked_experts
 from ray_hetero.runtime.shared_pages import SharedPages
@@ -71,13 +72,13 @@ def slot_rates(
         gpu: of the first stage, as the plan knows it.
 
     """
-    held = [layer for layer in layers.values() if layer.experts is not None]
-    if gpu is None or gpu.host_link is None or not held:
+    held = [layer.experts for layer in layers.values() if layer.experts is not None]
+    if gpu is None or not held:
         return None
-    slices = sum(layer.experts.nbytes for layer in held if layer.experts is not None)
-    return SlotRates(
-        expert_bytes=ranks * slices / sum(layer.count for layer in held),
-        gpu_bandwidth=gpu.read_bandwidth,
-        link_bandwidth=gpu.host_link,
-        layer_s=Links().handover.latency_s,
+    of_one = held[0].weights[0]
+    return SlotRates.of(
+        ranks * sum(experts.nbytes for experts in held) / sum(experts.count for experts in held),
+        ranks * sum(outputs * inputs for outputs, inputs in (half.shape for half in of_one)),
+        gpu,
+        is_16_bit=of_one[0].name in FORMATS,
     )

@@ -95,7 +95,7 @@ def load_experts(
     kernel, own = streaming_linear.for_experts(config.cpu, is_quantised=is_quantised), None
     if kernel is not None:
         own = ExpertLayers(
-            config.cpu, kernel, room_to_share if config.experts.prefill_on_gpu else Room
+            config.cpu, kernel, room_to_share if config.experts.is_read_by_gpus else Room
         )
         # Linear layers are made too, without memory, and each asks for a kernel of its format.
         quantised_kernels.offer_kernels(quantised_linear.KERNELS, is_first=True)

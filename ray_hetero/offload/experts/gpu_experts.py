@@ -131,7 +131,7 @@ class GpuExperts:
         self._used = torch.zeros(count, dtype=torch.uint8, device=device)
         self._used_here = torch.zeros(count, dtype=torch.uint8, pin_memory=is_gpu)
         self._looked = module.Event()
-        self._multiply: Multiply = _by_vllm if is_gpu else multiplied_one_by_one
+        self._multiply: Multiply = by_vllm if is_gpu else multiplied_one_by_one
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
@@ -277,7 +277,8 @@ class GpuExperts:
         return found
 
 
-def _by_vllm(*tensors: torch.Tensor, activation: Activation, **how: Any) -> torch.Tensor:
+def by_vllm(*tensors: torch.Tensor, activation: Activation, **how: Any) -> torch.Tensor:
+    """Multiply with vLLM's kernel, see `Multiply`."""
     found: torch.Tensor = fused_experts(
         *tensors, activation=activation.value, alpha=activation.alpha, beta=activation.beta,
         limit=activation.limit, up_limit=activation.up_limit, **how,

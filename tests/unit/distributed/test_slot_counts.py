@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from placement.plan.devices import DeviceFigures  # noqa: E402
 from placement.plan.expert_slots import (  # noqa: E402
     SlotCounts,
     SlotRates,
@@ -212,22 +214,150 @@ def test_drafts_are_known_where_all_requests_have_as_many() -> None:
     assert rows_to_verified(step({"a": 3, "b": 30}, {"a": [1, 2]})) == 0
 
 
+@pytest.mark.parametrize("chosen", [even, skewed])
+def test_the_book_of_a_gpu_is_one_of_the_shadow_cache(chosen: Any) -> None:
+    rng, slots = random.Random(3), NATIVE.LayerSlots(EXPERTS)
+    count = (EXPERTS * PERCENTS[2] + 50) // 100
+    slots.have(count)
+    plain = PlainSlots(count)
+    for number in range(400):
+        if number == 200:
+            # It begins again, and the others do not; what was used when is known.
+            slots.have(count + 3)
+            again = PlainSlots(count + 3)
+            again._used, again._now, plain = plain._used, number, again
+        experts = list(dict.fromkeys(one for _ in range(3) for one in chosen(rng)))
+        found, copied = slots.step(experts)
+        assert (found[3], copied[3]) == plain.step(experts)
+        if number < 200:
+            assert (found[3], copied[3]) == (found[2], copied[2])
+    slots.have(0)
+    assert len(slots.step([1])[0]) == len(PERCENTS)
+
+
+def orders_after(sender: ExpertChannel, most: int, count: int) -> list[list[int]]:
+    """Orders of the first expert rank once there are so many."""
+    found: list[list[int]] = []
+    for _ in range(2000):
+        found += sender.slot_orders.take_orders(most)
+        if len(found) >= count:
+            return found
+        threading.Event().wait(0.001)
+    raise AssertionError(found)
+
+
+def test_a_gpu_that_follows_is_told_what_to_copy(
+    served: tuple[ExpertChannel, ExpertService],
+) -> None:
+    sender, service = served
+    orders, layers = sender.slot_orders, 0
+    sender.begin_step(1)
+
+    def step(*experts: int) -> None:
+        nonlocal layers
+        for layer in range(len(LAYERS)):
+            hand_over(sender, [experts], layer)
+            layers += 1
+
+    orders.make_slots(3)
+    step(0, 1, 2, 3)
+    step(0, 1, 2, 3)
+    totals_after(service, layers)
+    # The book goes on by itself, and says so: two of each layer are copied.
+    assert orders.take_orders(99) == []
+    sums = orders.slot_sums
+    assert sums[:2] == [2, 4]
+    assert sums[4:] == [16, 0, 4]
+    assert 0 < sums[2] < 1e9 * service.totals["slot_computing_s"] + 1
+    orders.follow(True)
+    step(0, 1, 2, 3)
+    step(0, 1, 2, 3)
+    # It is empty at first.  The third expert of a layer comes a step later, and the fourth never.
+    expected = [[0, 0, 0], [0, 1, 1], [1, 0, 0], [1, 1, 1], [0, 2, 2], [1, 2, 2]]
+    assert orders_after(sender, 4, 6) == expected
+    # What was ordered of a book is nothing for the one behind it.
+    step(4, 5, 6, 7)
+    step(4, 5, 6, 7)
+    totals_after(service, layers)
+    orders.follow(False)
+    orders.follow(True)
+    assert orders.take_orders(99) == []
+
+
+def test_orders_wait_for_room_and_every_layer_has_its_turn(
+    served: tuple[ExpertChannel, ExpertService],
+) -> None:
+    sender, service = served
+    orders = sender.slot_orders
+    orders.make_slots(6)
+    orders.follow(True)
+    sender.begin_step(1)
+    rng, layers, seen = random.Random(5), 0, [0, 0]
+    for number in range(300):
+        for layer in range(len(LAYERS)):
+            hand_over(sender, [rng.sample(range(20), CHOSEN)], layer)
+            layers += 1
+        totals_after(service, layers)
+        if number == 100:
+            waiting = orders.take_orders(99)
+            assert len(waiting) == NATIVE.SLOT_ORDERS
+            assert orders.slot_sums[6] == NATIVE.SLOT_ORDERS
+        # One at a time, of two layers that could each have two in a step.
+        if number > 100:
+            for layer, _, _ in orders.take_orders(1):
+                seen[layer] += 1
+    # Next to all of them are taken, and half of them are each layer's.
+    assert sum(seen) > 150
+    assert min(seen) > 0.4 * sum(seen)
+
+
+def test_experts_in_slots_are_counted_but_not_computed(
+    served: tuple[ExpertChannel, ExpertService],
+) -> None:
+    sender, service = served
+    service.keep_routes()
+    sender.begin_step(2)
+    hand_over(sender, [[0, -2 - 7, -1, 3], [-2 - 7, -2 - 9, 0, 5]], 0)
+    found = totals_after(service, 1)
+    assert (found["slot_experts"], found["slot_held"], found["experts"]) == (5, 2, 3)
+    records, _ = service.take_routes(close=True)
+    none = 2**16 - 1
+    kept = torch.frombuffer(bytearray(records), dtype=torch.uint16).tolist()
+    assert kept == [0, 2, 0, 7, none, 3, 7, 9, 0, 5]
+
+
 COUNTS = SlotCounts(
     computing_s=8e-3, others_s=4e-3, layers=20, read=160, hits=120, copies=10
 )  # fmt: skip
-RATES = SlotRates(expert_bytes=10e6, gpu_bandwidth=3e12, link_bandwidth=50e9, layer_s=13e-6)
+RATES = SlotRates(
+    expert_bytes=10e6, slot_bytes=10e6, own_bytes=10e6, gpu_bandwidth=3e12, link_bandwidth=50e9,
+    layer_s=13e-6,
+)  # fmt: skip
 
 
 def test_a_step_with_slots_by_hand() -> None:
     # Sockets read 160 − 120 + 10 of 160 experts; the GPU needs 20 · 13 µs and 120 reads of 3.3 µs.
     assert step_with_slots(COUNTS, RATES) == pytest.approx(4e-3 + 8e-3 * 50 / 160)
-    slow = SlotRates(10e6, 300e9, 50e9, 13e-6)
+    slow = replace(RATES, gpu_bandwidth=300e9)
     assert step_with_slots(COUNTS, slow) == pytest.approx(4e-3 + 20 * 13e-6 + 120 * 10e6 / 300e9)
     # Ten experts of 10 MB take longer over this link than the step.
-    narrow = SlotRates(10e6, 3e12, 5e9, 13e-6)
+    narrow = replace(RATES, link_bandwidth=5e9)
     assert step_with_slots(COUNTS, narrow) == pytest.approx(100e6 / 5e9)
     gpu = 0.25 * 160 * 10e6 / 3e12
     assert step_with_layers(COUNTS, RATES, 0.25) == pytest.approx(4e-3 + 0.75 * 8e-3 + gpu)
+    # In slots, codes of four bits are four times as large; whole layers keep them.
+    codes = replace(RATES, slot_bytes=40e6)
+    assert step_with_layers(COUNTS, codes, 0.25) == pytest.approx(4e-3 + 4 * gpu)
+    assert step_with_layers(COUNTS, codes, 0.125) == pytest.approx(4e-3 + 0.5 * 8e-3 + 2 * gpu)
+
+
+def test_rates_know_what_a_checkpoint_takes() -> None:
+    gpu = DeviceFigures("GPU", "gpu", 3e12, 1e15, 80 << 30, host_link=50e9)
+    compact = SlotRates.of(7.5e6, 5e6, gpu, is_16_bit=True)
+    assert compact == replace(RATES, expert_bytes=7.5e6)
+    codes = SlotRates.of(2.6e6, 5e6, gpu, is_16_bit=False)
+    assert codes == replace(RATES, expert_bytes=2.6e6, own_bytes=2.6e6)
+    assert SlotRates.of(1.0, 1.0, replace(gpu, host_link=None), is_16_bit=True) is None
 
 
 def test_a_forecast_is_said_in_one_line() -> None:
