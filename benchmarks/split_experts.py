@@ -55,14 +55,14 @@ def expert_rank(meeting: str, shape: Shape, kind: str, layers: int, cores: int, 
     for number in range(layers):
         layer = made_layer(shape, kind)
         held[str(number)] = HeldLayer(
-            shape.hidden, torch.bfloat16, layer, layer.call, layer, shape.chosen
+            shape.hidden, torch.bfloat16, layer, layer.call, layer, shape.chosen, shape.experts
         )
     pages, rates = shared_pages(held), core_rates(held, most)
     service = ExpertService(held, 0)
     reached = reach(meeting, 0, 0, (), LIMIT_S)
     service.add(reached)
     is_ready(reached)
-    expert_offers.give(reached, pages, rates, LIMIT_S)
+    expert_offers.give(reached.connection, reached.layers, pages, rates, LIMIT_S)
     with contextlib.suppress(torch.distributed.DistNetworkError):
         service.serve()
 

@@ -122,6 +122,8 @@ class StageDevices:
     expert_buffer_bytes: int = 0
     """Memory of each of its GPUs for experts that they read over their links in prompts; 0 where
     expert ranks compute all."""
+    slot_bytes: int = 0
+    """Memory of its GPU for slots with experts, which it computes in decode steps; 0 for none."""
     prompt_gpu: PromptGpu | None = None
     """GPU that computes prompts for a stage of CPU ranks; None where they do so themselves."""
 

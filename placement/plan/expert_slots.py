@@ -7,7 +7,7 @@ link behind the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.plan.devices import DeviceFigures, Links
 
@@ -90,6 +90,28 @@ def step_with_slots(counts: SlotCounts, rates: SlotRates) -> float:
     gpu = counts.layers * rates.layer_s + counts.hits * read_s
     copying = counts.copies * rates.expert_bytes / rates.link_bandwidth
     return max(counts.others_s + max(sockets, gpu), copying)
+
+
+def least_hits(counts: SlotCounts, rates: SlotRates, share: float) -> float | None:
+    """Least share of the experts read that slots have to hold to be faster than whole layers in the
+    same memory, in hundredths; None where they are slower even if they hold all of them.
+
+    Args:
+        counts: of the step; its hits and copies do not matter, as nothing is copied.
+        rates: of the GPU.
+        share: of the experts that slots hold, from 0 to 1.
+
+    """
+    layers = step_with_layers(counts, rates, share)
+    shares = (hundredths / 100 for hundredths in range(101))
+    return next(
+        (
+            hits
+            for hits in shares
+            if step_with_slots(replace(counts, hits=hits * counts.read, copies=0), rates) < layers
+        ),
+        None,
+    )
 
 
 def step_with_layers(counts: SlotCounts, rates: SlotRates, share: float) -> float:

@@ -280,7 +280,7 @@ class Planner:
 
 
 def _runtime_bytes(stage: StageDevices, device: RankDevice) -> int:
-    return device.runtime_bytes + stage.expert_buffer_bytes
+    return device.runtime_bytes + stage.expert_buffer_bytes + stage.slot_bytes
 
 
 def _totals(costs: Sequence[StageCosts], layers: Sequence[int]) -> list[int]:

@@ -162,6 +162,11 @@ class RemoteExperts:
         for slots in _slots:
             slots.begin_step(tokens)
 
+    @property
+    def copied(self) -> int:
+        """Experts that were copied into slots of this rank's GPU."""
+        return sum(slots.copied for slots in _slots)
+
     def connect(self) -> None:
         """Wait for the expert ranks, now that the stage's layers are known.
 

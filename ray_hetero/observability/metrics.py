@@ -108,6 +108,8 @@ FIGURES = (
         )
         for percent in PERCENTS
     ),
+    Figure("slot_held", "slot_held", "Part of these experts that a GPU computed from its slots."),
+    Figure("slot_copied", "slot_copied", "Experts that a GPU has copied into its slots."),
     Figure(
         "linked_expert_tokens",
         "linked_expert_tokens",

@@ -31,8 +31,12 @@ class SlotForecast:
     """Share of the experts read that slots would have held."""
     copies: float
     """Experts that would have been copied into slots in a step, behind it."""
+    held_share: float
+    """Share of the experts read that a GPU has computed from slots that it has; of all sizes the
+    same."""
     step_ms: float
-    """Measured time of a step without slots."""
+    """Time of a step without slots: measured, or if the GPU has slots, with the sockets' time for
+    the experts in them added."""
     slots_ms: float | None
     """Predicted time of a step with slots; None where nothing is known of the GPU."""
     layers_ms: float | None
@@ -53,12 +57,13 @@ class SlotForecast:
 
     @classmethod
     def _of(cls, totals: StepTotals, rates: SlotRates | None, percent: int) -> SlotForecast:
-        steps = totals.slot_steps
+        steps, read = totals.slot_steps, totals.slot_experts
         counts = SlotCounts(
-            computing_s=totals.slot_computing_s / steps,
+            # The sockets' time goes with the experts that they compute.
+            computing_s=totals.slot_computing_s / steps * read / max(1, read - totals.slot_held),
             others_s=totals.slot_waiting_s / steps,
             layers=totals.slot_layers / steps,
-            read=totals.slot_experts / steps,
+            read=read / steps,
             hits=getattr(totals, f"slot_hits_{percent}") / steps,
             copies=getattr(totals, f"slot_copies_{percent}") / steps,
         )
@@ -66,6 +71,7 @@ class SlotForecast:
             percent,
             counts.hits / counts.read,
             counts.copies,
+            totals.slot_held / read,
             1000 * (counts.computing_s + counts.others_s),
             None if rates is None else 1000 * step_with_slots(counts, rates),
             None if rates is None else 1000 * step_with_layers(counts, rates, percent / 100),
@@ -85,7 +91,10 @@ def described(forecasts: Sequence[SlotForecast]) -> str:
 
     percents = listed([one.percent for one in forecasts], 0)
     shares = listed([100 * one.hit_share for one in forecasts], 0)
+    held = 100 * forecasts[0].held_share
     line = f"GPU slots for {percents} % of each layer's experts would hold {shares} % of those read"
+    if held:
+        line = f"the GPU has computed {held:.0f} % of the experts from its slots; {line}"
     slots = [one.slots_ms for one in forecasts if one.slots_ms is not None]
     layers = [one.layers_ms for one in forecasts if one.layers_ms is not None]
     if not slots:

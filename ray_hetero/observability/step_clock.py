@@ -86,6 +86,10 @@ class StepTotals:
     """Experts that would have been copied into slots for 5 % of each layer's experts."""
     slot_copies_10: int = 0
     slot_copies_25: int = 0
+    slot_held: int = 0
+    """Part of `slot_experts` that a GPU has computed from its slots."""
+    slot_copied: int = 0
+    """Experts that this GPU rank has copied into its slots."""
     left_out_mlp_tokens: int = 0
     """Tokens that this GPU rank has left out of the model's last MLP: nothing reads their rows."""
     columns_waited_s: float = 0.0

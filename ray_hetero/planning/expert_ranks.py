@@ -127,6 +127,17 @@ def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[Ran
         ranks: the devices of the expert ranks.
 
     """
+    return expert_sizes(shape, ranks).budget(experts.prefill_gpu_gib)
+
+
+def expert_sizes(shape: ModelShape, ranks: Sequence[RankDevice]) -> ExpertSizes:
+    """Bytes of a GPU that an expert takes which it reads over its link.
+
+    Args:
+        shape: the model, with experts.
+        ranks: the devices of the expert ranks.
+
+    """
     tensors = max(
         ([one for one in layer.tensors if one.role == "expert"] for layer in shape.layers), key=len
     )
@@ -138,7 +149,7 @@ def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[Ran
     expanded = BF16_BYTES * sum(one.rank_weights(1) for one in tensors) // shape.experts
     downs = sum(one.rank_weights(1) for one in tensors if DOWN.search(one.name))
     downs = BF16_BYTES * downs // shape.experts
-    sizes = ExpertSizes(
+    return ExpertSizes(
         count=shape.experts,
         stored=int(share * sum(one.nbytes for one in tensors)) // shape.experts,
         expanded=expanded,
@@ -146,7 +157,6 @@ def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[Ran
         largest=max(downs, expanded - downs) // len(ranks),
         tables=0,
     )
-    return sizes.budget(experts.prefill_gpu_gib)
 
 
 def with_expert_buffer(

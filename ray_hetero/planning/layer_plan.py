@@ -147,7 +147,10 @@ def _beside_experts(
     remote = [layer.index for layer in with_experts.shape.layers if layer.remote]
     if not remote:
         alone = replace(world, experts=(), expert_layers=0)
-        stages = tuple(replace(stage, experts=(), expert_buffer_bytes=0) for stage in search.stages)
+        stages = tuple(
+            replace(stage, experts=(), expert_buffer_bytes=0, slot_bytes=0)
+            for stage in search.stages
+        )
         kept = {rank: cpus for rank, cpus in threads.items() if rank < len(world.seats)}
         planned = _priced(alone, replace(search, stages=stages), kept)
         return replace(planned, warning=planned.warning or NOTHING_LEFT.format(len(world.experts)))

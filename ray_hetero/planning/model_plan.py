@@ -26,6 +26,7 @@ from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.seat_devices import UnknownDeviceError
+from ray_hetero.planning.slots import slots_remark
 from ray_hetero.preflight.refused_models import refuse_ranks
 
 USUAL_USERS = (1, 4, 16, 64)
@@ -172,6 +173,8 @@ def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Ite
         f"A sequence of {plural(facts.max_model_len, 'token')} (--max-model-len) takes "
         f"{size(one)} of KV cache, all ranks together."
     )
+    if found.split is not None:
+        yield slots_remark(facts.shape, found.split, found.world.expert_layers) or ""
     if facts.shape.source == "vLLM":
         yield "Sizes of the model are those of vLLM's own class of it."
 

@@ -11,6 +11,7 @@ from placement.cluster.layout import Kind
 from placement.host.row_costs import RowCosts
 from placement.host.topology import Host
 from placement.plan.devices import DeviceFigures, RankDevice, StageDevices, stages_of
+from placement.units import GIB
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.expert_ranks import with_expert_buffer
 from ray_hetero.planning.machine import Threads
@@ -92,7 +93,8 @@ def stage_devices(request: PlanRequest, world: World, threads: Threads) -> tuple
     devices = rank_devices(request, world, speeds)
     experts = expert_devices(request, world, speeds)
     stages = with_prompt_gpus(stages_of(devices, world.layout.sizes), request, world)
-    stages = tuple(replace(stage, experts=experts) for stage in stages)
+    slots = int(config.experts.slots_gib * GIB) if experts else 0
+    stages = tuple(replace(stage, experts=experts, slot_bytes=slots) for stage in stages)
     assert facts.shape is not None
     nodes, links = request.machine.nodes, request.machine.links
     if not (experts and can_read_experts(config, world.experts, nodes, is_bf16=facts.is_bf16)):

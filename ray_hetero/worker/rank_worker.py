@@ -78,6 +78,7 @@ class RankWorker:
             self._over_host.begin_step(tokens)
         if self._experts is not None and tokens:
             self._experts.begin_step(tokens, rows_to_verified(scheduler_output))
+            self.clock.totals.slot_copied = self._experts.copied
         if self._last_layer is not None:
             self._last_layer.begin_step(scheduler_output)
         late = self.late_tokens

@@ -261,6 +261,8 @@ def test_adapters_of_attention_work_beside_them(
 
 
 LINK_TOKENS = 64
+SLOTS_GIB, SLOTS = 0.0674, 5
+"""Memory for slots, and how many experts of a layer of `qwen3_moe` there is room for."""
 
 
 @pytest.mark.slow
@@ -296,6 +298,39 @@ def test_prompts_of_many_tokens_read_the_experts_over_the_link(
         for (right,) in others:
             same = compared_until_near_ties(left, right)
             assert left["tokens"] == right["tokens"] if length < LINK_TOKENS else same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe"])
+def test_experts_in_slots_answer_what_the_sockets_do(
+    name: str, scene: Scene, logs: Path, model: Model
+) -> None:
+    path = model(name)
+    common = {"dtype": "bfloat16", "max_num_batched_tokens": 256}
+    streaming = {"ranks_per_socket": 2, "linear_kernel": "streaming", "compact_weights": True}
+    slots = {"slots_gib": SLOTS_GIB, "slots": "fixed"}
+    kinds: list[Json] = [{}, slots, slots, {**slots, "slots": "always"}]
+    runs = []
+    for keys in kinds:
+        given = arguments(path, ONE, {"ranks": 2, "prefill_on_gpu": False, **keys}, **common)
+        given["additional_config"]["ray_hetero"]["cpu"] |= streaming
+        # Alone, and several of them together, of which a step has as many as have come.
+        asked = [batch(some, logprobs=2) for some in (*([one] for one in prompts(3)), prompts(4))]
+        runs.append((given, [*asked, TOTALS]))
+    (*sockets, (none,)), (*fixed, (filled,)), (*again, _), (*moving, (totals,)) = run_engines(
+        scene, logs / f"slots-{name}", runs, ray=RAY, extra=PRETENDED
+    )
+    # What never changes computes the same bit for bit.
+    assert fixed[:-1] == again[:-1]
+    for left, *others in zip(sockets, fixed, again, moving, strict=True):
+        for right in others:
+            for one, other in zip(left, right, strict=True):
+                assert compared_until_near_ties(one, other)
+    log = (logs / f"slots-{name}" / "log").read_text()
+    assert log.count(f"slots for {SLOTS} of 16 experts of each of {FAMILIES[name]} layers") == 3
+    assert none["slot_copied"] == 0
+    assert filled["slot_copied"] == SLOTS * FAMILIES[name]
+    assert totals["slot_copied"] >= SLOTS
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ from placement.cluster.assignment import Seat
 from placement.cluster.layout import Layout
 from ray_hetero.compat.models.custom_ops import has_cpu_kernels
 from ray_hetero.config import HeteroConfig
+from ray_hetero.distributed import stage_experts
 from ray_hetero.distributed.expert_meeting import is_ready, reach
 from ray_hetero.distributed.expert_offers import give
 from ray_hetero.distributed.expert_service import ExpertService
@@ -196,6 +197,7 @@ def stage(
     layer_tokens.take()
     found = {"held": held, "sums": computed(model, vllm_config)}
     found["linked"] = layer_tokens.take().experts_on_gpu
+    found["in_slots"] = sum(slots.slots for slots in stage_experts._slots)
     if remote is not None:
         assert remote.problem is None
         remote.close()

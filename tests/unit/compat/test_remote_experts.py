@@ -48,6 +48,8 @@ LINKED: dict[str, Any] = {
 """The stage's device reads experts for many tokens itself."""
 SPLIT: dict[str, Any] = {**LINKED, "experts": {**LINKED["experts"], "prefill_gpu_share": 0.4}}
 """Some of them, while the expert ranks compute the others."""
+SLOTS: dict[str, Any] = {"slots_gib": 0.25, "slots": "fixed"}
+"""All experts are in slots too, for a token alone."""
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": TWO,
     "qwen3_moe": {**LINKED, "experts": {**LINKED["experts"], "layers": 2}},
@@ -55,8 +57,13 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": TWO,
     "deepseek_v3": SPLIT,
     "glm4_moe": TWO,
-    "gpt_oss": {**TWO, "dtype": "bfloat16", "kernel": "streaming"},
-    "gpt_oss in mxfp4": LINKED,
+    "gpt_oss": {
+        **TWO,
+        "dtype": "bfloat16",
+        "kernel": "streaming",
+        "experts": {**TWO["experts"], "prefill_on_gpu": False, **SLOTS},
+    },
+    "gpt_oss in mxfp4": {**LINKED, "experts": {**LINKED["experts"], **SLOTS}},
     "fp8": LINKED,
     "mxfp8": LINKED,
     "nvfp4": LINKED,
@@ -218,6 +225,7 @@ def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[
     asked = CASES[name]["experts"]
     layers = len(stock["sums"]) // 2 if asked["layers"] == "all" else asked["layers"]
     assert stage["linked"] == (70 * layers if asked.get("prefill_on_gpu") else 0)
+    assert stage["in_slots"] == (8 if "slots_gib" in asked else 0)
     for layer, sums in stock["sums"].items():
         scale = float(sums.abs().max())
         atol = scale * (1e-5 if CASES[name]["dtype"] == "float32" else 2**-6)

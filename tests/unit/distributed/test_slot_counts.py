@@ -376,6 +376,12 @@ def test_a_forecast_is_said_in_one_line() -> None:
         "10.13 ms with whole layers in as much memory"
     )
     assert described(SlotForecast.of(totals, None)).endswith("75 % of those read")
+    # The GPU has slots: what the sockets have computed is a quarter of it all.
+    held = replace(totals, slot_held=1200, slot_computing_s=0.02)
+    assert [one.held_share for one in SlotForecast.of(held, RATES)] == [0.75] * 3
+    assert described(SlotForecast.of(held, RATES)) == (
+        f"the GPU has computed 75 % of the experts from its slots; {described(found)}"
+    )
     assert SlotForecast.of(StepTotals(), RATES) == ()
 
 

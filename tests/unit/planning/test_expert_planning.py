@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ from placement.model.shape import ModelShape
 from placement.plan.cost import distinct_experts, layer_step
 from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
+from placement.plan.expert_slots import (
+    SlotCounts,
+    SlotRates,
+    least_hits,
+    step_with_layers,
+    step_with_slots,
+)
 from placement.plan.passes import decode_pass, prefill_pass
 from placement.plan.step_time import PICO
 from ray_hetero.cli.plan import plan as plan_command
@@ -30,6 +38,7 @@ from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.layout_choice import config_of as chosen_config
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.prefill_memory import ExpertSizes
+from ray_hetero.planning.slots import slots_remark
 
 MIXTURES = {
     "Mixtral 8x7B": config_of(
@@ -417,6 +426,60 @@ def test_short_prompts_and_processors_without_kernels_leave_experts_to_the_socke
     found = planned("Qwen3 30B-A3B", {"ranks": 2, "layers": 16}, there)
     assert found.split is not None
     assert found.split.stages[0].devices.expert_buffer_bytes == 0
+
+
+def remark(name: str, found: LayerPlan) -> str:
+    assert found.split is not None
+    return slots_remark(SHAPES[name], found.split, found.world.expert_layers) or ""
+
+
+def test_slots_take_memory_and_are_compared_with_whole_layers() -> None:
+    """Of Qwen3 30B-A3B: an expert has 9 MiB in bf16, so that a GiB beside 64 MiB has 6.6 for each
+    of 16 layers."""
+    name, asked = "Qwen3 30B-A3B", {"ranks": 1, "layers": 16, "prefill_on_gpu": False}
+    without = planned(name, asked, machine(H100, sockets=1))
+    found = planned(name, {**asked, "slots_gib": 1.0}, machine(H100, sockets=1))
+    assert found.split is not None
+    assert without.split is not None
+    (stage,) = found.split.stages
+    assert stage.devices.slot_bytes == 1 << 30
+    taken = stage.ranks[0].memory.runtime - without.split.ranks[0].memory.runtime
+    assert taken == 1 << 30
+    assert found.split.kv_tokens < without.split.kv_tokens
+    assert remark(name, without) == ""
+    said = remark(name, found)
+    assert said.startswith(
+        "Slots (experts.slots_gib) hold 6 of 128 experts of each of 16 layers. In as much memory, "
+        "the GPU would hold the experts of 0.8 layers, which is predicted to be faster unless a "
+        "step finds at least "
+    )
+    least = int(said.split(" % of its experts")[0].rsplit(" ", 1)[1])
+    assert 5 <= least < 20
+    # Too few for one each.
+    few = planned(name, {**asked, "slots_gib": 0.2}, machine(H100, sockets=1))
+    assert "no room for one slot of each of 16 layers" in remark(name, few)
+
+
+def test_slots_of_codes_are_compared_with_more_layers() -> None:
+    name, asked = "gpt-oss 120B", {"ranks": 1, "layers": 8, "slots_gib": 12.0}
+    said = remark(name, planned(name, asked, machine(H100, sockets=1)))
+    # In 16 bits an expert takes 3.76 times what it takes in four and a scale of eight for 32.
+    held, layers = re.findall(r"hold (\d+) of 128|experts of ([\d.]+) layers", said)
+    assert float(layers[1]) == pytest.approx(8 * int(held[0]) / 128 * 16 / 4.25, rel=0.05)
+    # Half of each layer's experts take the memory of next to all of them.
+    most = remark(name, planned(name, {**asked, "layers": 2}, machine(H100, sockets=1)))
+    assert most.endswith("faster whatever a step finds in slots.")
+
+
+def test_the_least_hits_are_where_both_take_as_long() -> None:
+    counts = SlotCounts(computing_s=8e-3, others_s=4e-3, layers=20, read=160, hits=0, copies=0)
+    rates = SlotRates(10e6, 10e6, 10e6, 3e12, 50e9, 13e-6)
+    hits = least_hits(counts, rates, 0.25)
+    assert hits is not None
+    for share, is_less in ((hits, True), (hits - 0.01, False)):
+        with_slots = step_with_slots(replace(counts, hits=share * 160), rates)
+        assert (with_slots < step_with_layers(counts, rates, 0.25)) == is_less
+    assert least_hits(counts, replace(rates, own_bytes=2.5e6), 0.25) is None
 
 
 def over_link(stage: StageDevices, host_link: float) -> StageDevices:
