@@ -172,6 +172,8 @@ NOT_RUN = {
         EXPERTS, "expert_slots.py --trace"
     ): "tests/cluster/test_expert_ranks.py writes such a file",
     Block(EXPERTS, "GPU slots for 5, 10, 25 %"): EXAMPLE,
+    Block(EXPERTS, '"slots_gib": 8'): NEEDS_GPU,
+    Block(EXPERTS, "slot_steps.py --out"): MEASURES,
     Block(EXPERTS, "experts rank 1: 412 steps"): EXAMPLE,
     Block(EXPERTS, "GPU slots for 5, 10, 25 %"): EXAMPLE,
     Block(CONFIGURATION, "yaml-language-server"): "is for an editor",

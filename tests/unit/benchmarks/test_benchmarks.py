@@ -51,6 +51,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from utilisation import shares_between  # noqa: E402
 
 from placement.model.reading import shape_of  # noqa: E402
+from ray_hetero.observability.route_trace import RouteWriter, TracedLayer  # noqa: E402
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -607,3 +608,48 @@ def test_requests_of_a_text_continue_its_parts() -> None:
     steps = [(layer, chosen.tolist()) for layer, chosen in of_text(routing, 2)]
     assert steps[:2] == [(0, [[0, 1], [6, 7]]), (1, [[12, 13], [18, 19]])]
     assert len(steps) == 6
+
+
+def test_steps_with_slots_are_compared_with_the_better_and_with_whole_layers() -> None:
+    from slot_steps import summed_up, whole_layers
+
+    def points(requests: int, **ms: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "routing": "even",
+                "requests": requests,
+                "mode": mode.replace("_", " "),
+                "step_ms": one,
+            }
+            for mode, one in ms.items()
+        ]
+
+    found = summed_up(
+        [
+            *points(1, off=10.0, always=4.0, auto=4.1, layers=8.0, off_again=10.2),
+            *points(32, off=10.0, always=12.5, auto=10.1, layers=8.0, off_again=9.9),
+        ]
+    )
+    names = ("always_over_off", "auto_over_better", "layers_over_always", "off_again_over_off")
+    assert [[one[name] for name in names] for one in found] == [
+        [0.4, 1.025, 2.0, 1.02], [1.263, 1.02, 0.64, 0.99],
+    ]  # fmt: skip
+    assert [whole_layers(16, percent) for percent in (5, 12.5, 25)] == [1, 2, 4]
+
+
+def test_traces_are_replayed_by_several_requests(tmp_path: Path) -> None:
+    from slot_steps import of_trace
+
+    layers = [TracedLayer(name, 16, 2) for name in "ab"]
+    writer = RouteWriter(tmp_path / "routes", layers, 1 << 20)
+    tokens = np.stack([np.arange(20) % 16, (np.arange(20) + 3) % 16], axis=1)
+    for at in range(0, 20, 2):
+        for layer in range(2):
+            rows = np.array([layer, 2, *((tokens[at : at + 2] + layer) % 16).flat], dtype="<u2")
+            writer.add(rows.tobytes(), 0)
+    found = of_trace(tmp_path / "routes", 2, 12, 2)
+    assert found.shape == (12, 2, 2, 2)
+    for step, (first, second) in enumerate(found):
+        # Two requests, which begin half of the trace apart.
+        assert first.tolist() == tokens[[step % 20, (step + 10) % 20]].tolist()
+        assert (second == (first + 1) % 16).all()

@@ -60,7 +60,12 @@ class Stage:
             mine, other = socket.socketpair()
             held = {
                 str(number): HeldLayer(
-                    HIDDEN, torch.bfloat16, layer.ranks[rank], layer.ranks[rank].call
+                    HIDDEN,
+                    torch.bfloat16,
+                    layer.ranks[rank],
+                    layer.ranks[rank].call,
+                    chosen=CHOSEN,
+                    count=EXPERTS,
                 )
                 for number, layer in enumerate(layers)
             }
