@@ -1,7 +1,7 @@
 """Engines one after the other on a GPU host: what each answers to fixed prompts, in a line of JSON.
 
 The argument is a list of {"model", "layout", "dtype", "compiled", "prompt_gpu", "long", "share",
-"shares", "experts", "linked", "split", "drafts", "linear_backend", "additional"};
+"shares", "experts", "linked", "split", "slots", "drafts", "linear_backend", "additional"};
 an empty layout is stock vLLM on one GPU.
 """
 
@@ -91,6 +91,9 @@ def settings(run: dict[str, Any]) -> dict[str, Any]:
         if run["compiled"]:
             # Steps in CUDA graphs are the sockets': chunks of prompts are not to be in them.
             common["compilation_config"] = {"max_cudagraph_capture_size": 32}
+    if run["slots"]:
+        cpu |= {"linear_kernel": "streaming", "compact_weights": True}
+        experts |= {"slots_gib": 0.25, "slots": run["slots"]}
     gpu = {"in_mixed_groups": "graphs"} if run["compiled"] else {}
     return common | {
         "distributed_executor_backend": "ray_hetero",
@@ -148,6 +151,7 @@ def _answer(run: dict[str, Any]) -> dict[str, Any]:
         "accepted": counted(llm, "num_accepted_tokens"),
         "is_v2_runner": config.use_v2_model_runner,
         "linked_tokens": _most(llm, "linked_expert_tokens") if run["linked"] else 0,
+        "slot_copied": _most(llm, "slot_copied") if run["slots"] else 0,
         # Tokens times layers that the cores have decoded, and the GPU for them.
         "native_tokens": _most(llm, "native_layer_tokens") if run["prompt_gpu"] else 0,
         "gpu_tokens": _most(llm, "gpu_layer_tokens") if run["prompt_gpu"] else 0,

@@ -18,6 +18,9 @@ CASES = [
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True),
     Case("mixtral", "bfloat16", "g", experts=2, is_long=True, is_linked=True, is_split=True),
     Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, is_long=True, is_linked=True),
+    Case("mixtral", "bfloat16", "g", experts=2, is_compiled=True, slots="always"),
+    Case("mixtral", "bfloat16", "g", experts=1, is_compiled=True, slots="fixed", drafts="ngram"),
+    Case("gpt_oss", "bfloat16", "g", experts=1, is_compiled=True, slots="always"),
     Case("qwen3_moe", "float32", "g", experts=2),
     Case("glm4_moe", "float32", "g", experts=2),
     Case("gpt_oss", "float32", "g", experts=2),
@@ -42,6 +45,7 @@ def test_tokens_are_those_of_the_gpu_alone(
     assert "are computed by rank 1 (experts, socket" in log
     assert "refuses stream memory operations" not in log
     assert (answers[case]["linked_tokens"] > 0) == case.is_linked
+    assert (answers[case]["slot_copied"] > 0) == bool(case.slots)
     if case.is_linked:
         assert "experts of steps of 64 tokens and more" in log
         assert ("together with the cores" in log) or not case.is_split

@@ -86,6 +86,8 @@ class Case:
     """Whether a GPU reads their experts over its link in steps of 64 tokens and more."""
     is_split: bool = False
     """Whether it reads some experts of a layer only, and the sockets compute the others."""
+    slots: str = ""
+    """Use of slots that a GPU has for experts, as `experts.slots` has it."""
     drafts: str = ""
     """Method of speculative decoding, as vLLM names it."""
     linear_backend: str = "auto"
@@ -101,11 +103,12 @@ class Case:
         share = ["sharing"] if self.share else []
         experts = [f"experts{self.experts}"] if self.experts else []
         link = ["split" if self.is_split else "link"] if self.is_linked else []
+        slots = [f"slots {self.slots}"] if self.slots else []
         drafts = [self.drafts] if self.drafts else []
         backend = [self.linear_backend] if self.linear_backend != "auto" else []
         parts = [
             self.model, self.dtype, self.layout, *compiled, *prompt_gpu, *long, *share, *experts,
-            *link, *drafts, *backend,
+            *link, *slots, *drafts, *backend,
         ]  # fmt: skip
         return "-".join(parts)
 
@@ -239,6 +242,7 @@ def _run(
             "experts": case.experts,
             "linked": case.is_linked,
             "split": case.is_split,
+            "slots": case.slots,
             "drafts": drafts(case.drafts, checkpoint),
             "linear_backend": case.linear_backend,
             "additional": (
