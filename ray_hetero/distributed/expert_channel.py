@@ -132,7 +132,7 @@ class ExpertChannel:
 
     @property
     def slot_orders(self) -> Any:
-        """What the first expert rank says about slots, see `SlotOrders`."""
+        """Orders of the first expert rank for slots, see there."""
         return self._sender
 
     def begin_step(self, tokens: int, every: int = 1) -> None:

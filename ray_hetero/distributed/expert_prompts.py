@@ -168,8 +168,7 @@ def made(
     experts: GpuExperts | None = None
     problem = ""
     try:
-        slices = readable_slices(layers, offers, dtype)
-        experts = _read_here(config, device, slices, layers, readers.part)
+        experts = _read_here(config, device, layers, offers, dtype, readers.part)
     except UnsupportedError as error:
         problem = str(error)
     problems = readers.gather(problem)
@@ -201,12 +200,13 @@ def made(
 def _read_here(
     config: ExpertsConfig,
     device: torch.device,
-    slices: Sequence[tuple[LinkedSlice, ...] | None],
     layers: Sequence[RemoteLayer],
+    offers: Sequence[Offer],
+    dtype: torch.dtype,
     part: Part,
 ) -> GpuExperts:
     """The experts that this rank's GPU reads; `UnsupportedError` as for `GpuExperts`."""
-    chosen = max(layer.chosen for layer in layers)
+    slices, chosen = readable_slices(layers, offers, dtype), max(layer.chosen for layer in layers)
     return GpuExperts(device, slices, chosen, config.prefill_gpu_gib, part)
 
 

@@ -13,7 +13,7 @@ from ray_hetero.planning.prefill_memory import BF16_BYTES
 
 
 def slots_remark(shape: ModelShape, split: Split, layers: int) -> str | None:
-    """What slots hold, and from which hits on they are predicted to be worth their memory.
+    """Say what slots hold, and from which hits on they are predicted to be worth their memory.
 
     Args:
         shape: the model.

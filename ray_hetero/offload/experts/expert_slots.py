@@ -40,13 +40,13 @@ queue behind many of them."""
 
 
 class SlotOrders(Protocol):
-    """What the book of an expert rank says; the native `Sender` of the channel."""
+    """Orders of the book of an expert rank: the native `Sender` of the channel."""
 
     def make_slots(self, slots: int) -> None:
         """Say how many slots each layer has."""
 
     def follow(self, is_following: bool) -> None:
-        """Have the book give orders, empty at first, or go on by itself."""
+        """Begin an empty book that gives orders, or let it go on by itself."""
 
     def take_orders(self, most: int) -> Sequence[Sequence[int]]:
         """Oldest orders, up to so many: layer, expert, slot."""
@@ -106,7 +106,7 @@ class ExpertSlots:
                 f"the host: {reason}"
             ) from None
         self._held = {number: [-1] * self.slots for number in given}
-        """By layer: expert of each slot, or on its way there; -1 for none."""
+        """Expert of each slot, or on its way there, by layer; -1 for none."""
         self._coming: list[tuple[int, int, int]] = []
         self._phase = Phase.OFF
         self.copied = 0

@@ -52,7 +52,7 @@ class Phase(Enum):
     """Not at all: they are given up."""
     ON = "on"
     PAUSED = "paused"
-    """They find none of the experts that slots hold."""
+    """Steps find none of the experts that slots hold."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 UPLOADS = 4
 """Copies of the tables in locked memory, so that one can be written while others cross the link."""
 IN_SLOT = -2
-"""What an expert in a slot is for expert ranks: its number below this one."""
+"""Number of expert 0 for expert ranks if it is in a slot; that of expert e is e less."""
 
 
 class SlotTables:
@@ -53,7 +53,7 @@ class SlotTables:
         self.upload(is_empty=True)
 
     def upload(self, *, is_empty: bool) -> None:
-        """Have steps that are ordered from now on read what the host's copy says.
+        """Give steps that are ordered from now on what the host's copy says.
 
         Args:
             is_empty: whether they are to find no expert in a slot, whatever it says.
