@@ -223,6 +223,9 @@ class ExpertSlots:
         """Layer, expert and slot of the experts to be copied now, whose slots have no entry."""
         slots: dict[tuple[int, int], int] = {}
         for layer, expert, slot in self._orders.take_orders(self._most):
+            if layer < len(self.counts) and not self.counts[layer]:
+                # The book has one whose experts cannot be read from here.
+                continue
             if not self._is_possible(layer, expert, slot):
                 raise AgreementError(
                     f"an expert rank wants expert {expert} of layer {layer} in slot {slot}; there "

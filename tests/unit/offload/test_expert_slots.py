@@ -122,6 +122,13 @@ def test_larger_steps_and_layers_that_cannot_be_read_have_no_slots() -> None:
     assert [slots.holds(SLOT_TOKENS, number) for number in range(2)] == [False, True]
     assert not slots.holds(SLOT_TOKENS + 1, 1)
     assert slots.counts == [0, EXPERTS]
+    orders = Orders()
+    slots = ExpertSlots(CPU, slices, budget([layer], 2), orders)
+    orders.given.extend([(0, 1, 0), (1, 2, 1)])
+    for _ in range(2):
+        slots.begin_step(1)
+    assert slots.told(torch.arange(EXPERTS), 1).tolist().count(-2 - 2) == 1
+    assert slots.copied == 1
 
 
 def test_entries_follow_orders() -> None:
