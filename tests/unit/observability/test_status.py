@@ -135,7 +135,10 @@ def test_expert_ranks_are_shown_with_what_they_read(clock: Any) -> None:
     seats = assign(layout, [node("alpha", sockets=2, gpus=1)], expert_ranks=2)
     world = World(layout, seats[:1], (8,), seats[1:], expert_layers=3)
     board = StatusBoard(info_of("1a2b3", "models/tiny", LayerPlan(world, None), None))
-    slots = (SlotForecast(10, 0.55, 1.5, 9.0, 6.0, 8.5), SlotForecast(25, 0.7, 1.0, 9.0, 5.0, 7.5))
+    slots = (
+        SlotForecast(10, 0.55, 1.5, 0.0, 9.0, 6.0, 8.5),
+        SlotForecast(25, 0.7, 1.0, 0.0, 9.0, 5.0, 7.5),
+    )
     for clock.now, steps in ((100, 0), (102, 10)):
         totals = StepTotals(
             steps=steps, tokens=steps, busy_s=0.006 * steps, waiting_s=0.003 * steps,
@@ -157,8 +160,8 @@ def test_expert_ranks_are_shown_with_what_they_read(clock: Any) -> None:
     assert found["recent_layer_ms"] == pytest.approx(2)
     assert found["recent_layer_waiting_ms"] == pytest.approx(1)
     assert found["slots"][1] == {
-        "percent": 25, "hit_share": 0.7, "copies": 1.0, "step_ms": 9.0, "slots_ms": 5.0,
-        "layers_ms": 7.5,
+        "percent": 25, "hit_share": 0.7, "copies": 1.0, "held_share": 0.0, "step_ms": 9.0,
+        "slots_ms": 5.0, "layers_ms": 7.5,
     }  # fmt: skip
     line = "GPU slots for 10, 25 % of each layer's experts would hold 55, 70 % of those read"
     assert line in shown.get()
