@@ -79,6 +79,13 @@ def scheduled(
     return made
 
 
+def ended() -> SchedulerOutput:
+    """The step without tokens by which ranks learn that no request is left."""
+    made = SchedulerOutput.make_empty()
+    made.finished_req_ids = {str(number) for number in range(LARGE)}
+    return made
+
+
 def begin_step(step: SchedulerOutput, ahead: Prefetcher, *kernels: StreamingLinear) -> None:
     """Begin a step on the ranks of a group, the first of which has the GPU."""
     for kernel in kernels:
@@ -133,10 +140,18 @@ class Engine:
         begin_step(scheduled(self.embedded.tokens, *parts, known=known), self._ahead,
                    self.steps.kernel)  # fmt: skip
 
+    def idle(self) -> None:
+        """Let the rank learn that no request is left."""
+        begin_step(ended(), self._ahead, self.steps.kernel)
+
+    def computed(self, *parts: Part) -> tuple[Any, Any]:
+        """Compute a step; both results."""
+        positions, hidden = self.steps.begin(parts)
+        return self.sent.results(*self.layers(positions, hidden, None))
+
     def compute(self, *parts: Part) -> None:
         """Compute a step, and compare it."""
-        positions, hidden = self.steps.begin(parts)
-        self.steps.compare(*self.sent.results(*self.layers(positions, hidden, None)), parts)
+        self.steps.compare(*self.computed(*parts), parts)
 
     def step(self, *parts: Part) -> None:
         """Have a step scheduled and computed."""
@@ -201,7 +216,11 @@ class GroupEngine:
         begin_step(scheduled(self.tokens, *parts, known=known), self._ahead,
                    *(rank.kernel for rank in self.group.ranks))  # fmt: skip
 
-    def compute(self, *parts: Part) -> None:
+    def idle(self) -> None:
+        """As of `Engine`."""
+        begin_step(ended(), self._ahead, *(rank.kernel for rank in self.group.ranks))
+
+    def computed(self, *parts: Part) -> tuple[Any, Any]:
         """As of `Engine`."""
         asked = torch.cat([self.tokens[one][begin:end] for one, begin, end in parts])
         found: list[tuple[Any, Any]] = []
@@ -221,7 +240,11 @@ class GroupEngine:
             for one in self.group.step(*parts):
                 if isinstance(one, Exception):
                     raise one
-        self.group.compare(*found[0], parts)
+        return found[0]
+
+    def compute(self, *parts: Part) -> None:
+        """As of `Engine`."""
+        self.group.compare(*self.computed(*parts), parts)
 
     def step(self, *parts: Part) -> None:
         """As of `Engine`."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.layers import decode_step, layer_tokens
 from ray_hetero.kernels.layers.decode_step import DecodeStep
@@ -42,6 +43,7 @@ from ray_hetero.kernels.layers.protocols import (
 from ray_hetero.kernels.layers.step_rows import StepRows, one_prompt, step_rows
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
 
 WEIGHTS_FOR_SENT = 16
@@ -136,7 +138,9 @@ class DecoderLayers:
             contexts = [get_attention_context(name) for name in self._names]
             metadata = contexts[0][0]
             longest = None if metadata is None else metadata.max_query_len  # None in a dummy run
-        place = self._kernel.route_of(tokens, longest).place
+        route = self._kernel.route_of(tokens, longest)
+        step_trace.note(Event.ROUTE, route)
+        place = route.place
         if place is Place.NATIVE and self._decode_step is not None:
             step = self._decode_step(contexts, positions, hidden, residual)
         elif place is Place.GPU and contexts:

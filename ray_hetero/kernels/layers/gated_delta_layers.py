@@ -20,6 +20,7 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 
 from ray_hetero.compat.models.gated_delta import states_of_tokens
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.fused_modules import GatedDeltaRun
@@ -28,6 +29,7 @@ from ray_hetero.kernels.layers.post_attention import add_and_norm, input_norm, r
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
+from ray_hetero.kernels.step_trace import Event
 
 STATE_TYPES = (torch.float32, torch.bfloat16)
 """Types of the states of heads."""
@@ -162,6 +164,7 @@ class GatedDeltaLayer:
         if numbers is None:
             return None
         route = self._kernel.route_of(len(hidden), 1)
+        step_trace.note(Event.ROUTE, route)
         if route.place is not Place.NATIVE:
             return None
         states = self._module.kv_cache

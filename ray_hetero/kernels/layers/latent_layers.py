@@ -21,6 +21,7 @@ from torch import nn
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
 from ray_hetero.compat.models.latent_attention import blocks_of_tokens
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.layers import layer_tokens
@@ -30,6 +31,7 @@ from ray_hetero.kernels.layers.post_attention import add_and_norm, input_norm, r
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
+from ray_hetero.kernels.step_trace import Event
 
 BLOCK_MULTIPLE = 16
 """Divisor of the tokens of a KV block: a tile's."""
@@ -229,6 +231,7 @@ class LatentLayer:
         if metadata is None:
             return None
         route = self._kernel.route_of(len(positions), metadata.max_query_len)
+        step_trace.note(Event.ROUTE, route)
         if route.place is not Place.NATIVE:
             return None
         if not (_step and _step[0].is_of(metadata, positions, cache)):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.step_route import Reason
+from ray_hetero.kernels.step_trace import Event
 
 
 @dataclass
@@ -40,6 +42,7 @@ _counted = LayerTokens()
 
 def count(layers: int, *, native: int = 0, on_gpu: int = 0, by_operators: int = 0) -> None:
     """Count the tokens of one step through some layers."""
+    step_trace.note(Event.LAYERS, layers, native, on_gpu, by_operators)
     _counted.native += layers * native
     _counted.on_gpu += layers * on_gpu
     _counted.by_operators += layers * by_operators
@@ -62,6 +65,7 @@ def count_columns_wait(seconds: float) -> None:
 
 def count_instead(reason: Reason) -> None:
     """Count layers that one step's route did not suit."""
+    step_trace.note(Event.INSTEAD, reason)
     _counted.instead = reason
 
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.layers.layer_parts import CpuBlocks
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.offload.decode.column_pieces import inner_of
 from ray_hetero.planning.prefill_memory import BF16_BYTES, SHARED_TOKENS
 from ray_hetero.runtime.stream_words import VALUES
@@ -98,6 +100,7 @@ class ColumnMemory:
 
     def say(self, *, takes_part: bool) -> None:
         """Tell this rank, in the first one, whether the GPU has a part of the next step."""
+        step_trace.note(Event.MESSAGE, "first rank", "takes part" if takes_part else "takes none")
         said = ctypes.c_uint32.from_address(self.said)
         said.value = (said.value // 2 + 1) * 2 + takes_part
 

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.layers.layer_parts import CpuBlocks
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
 from ray_hetero.offload.decode.column_channel import (
     FAILED,
@@ -276,12 +278,15 @@ class MlpColumnOffload(ColumnChannel):
                 columns = expanded_whole(gpu, pieces.columns, expand)
                 if pieces.outputs:
                     outputs = expanded_whole(gpu, pieces.outputs, expand, pieces.column_values)
+            step_trace.note(Event.WORD, "wait", "asked", number)
             self._signals.wait(self._own.asked, number)
             result = self._compute_columns(parts, pieces.columns, columns, kind)
             for rank in self._ranks:
+                step_trace.note(Event.WORD, "write", "answered", number)
                 self._signals.write(rank.answered, number)
             if pieces.outputs:
                 self._compute_outputs(parts, pieces.outputs, outputs, result, kind.kept)
+                step_trace.note(Event.WORD, "write", "projected", number)
                 self._signals.write(self._own.projected, number)
 
     def _compute_columns(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.decode_step import (
     NativeLayers,
@@ -31,6 +32,7 @@ from ray_hetero.kernels.layers.layer_parts import CacheAddress, CpuBlocks
 from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
 from ray_hetero.offload.decode.column_channel import Columns, MakeColumns
 from ray_hetero.offload.decode.share_cache import Agree, ShareCache, key_of
@@ -177,6 +179,7 @@ class SharedDecode:
         hidden: torch.Tensor, residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Compute a step as a call does, with so many parts on the GPU; 0 for the cores alone."""
+        step_trace.note(Event.SHARE, parts)
         y, total = torch.empty_like(hidden), torch.empty_like(hidden)
         step = requests, caches, hidden, residual, y, total
         if not parts:

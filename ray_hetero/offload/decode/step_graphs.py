@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.layers.layer_parts import CpuBlocks
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
 from ray_hetero.offload.weights.link_reader import Slot, current
@@ -198,6 +200,7 @@ class StepGraphs:
             return False
         self._last = kind
         self._graphs.move_to_end(kind)
+        step_trace.note(Event.GRAPH, "replayed", kind)
         graph.replay()
         self.replayed += 1
         return True
@@ -234,6 +237,7 @@ class StepGraphs:
         try:
             beside = next(iter(self._graphs.values()), None)
             self._graphs[kind] = captured(work, self._gpu.device, beside)
+            step_trace.note(Event.GRAPH, "captured", kind)
         except UnsupportedError as error:
             self._is_refused = True
             logger.warning(

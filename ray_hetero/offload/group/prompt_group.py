@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from placement.given import shown
+from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.linear.rank_sums import RankSums
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
 from ray_hetero.runtime.shared_pages import SharedPages, kept_at
 from ray_hetero.runtime.unix_sockets import MALFORMED, unlike
@@ -68,6 +70,7 @@ class PromptGroup:
         self._round += 1
         own = _STEP.pack(self._round, *step)
         if not self.is_first:
+            step_trace.note(Event.MESSAGE, self._sums.own, "begins", *step)
             self._send(0, own)
             return
         for member in self._others():
@@ -94,6 +97,7 @@ class PromptGroup:
             raise
         finally:
             # The others are told also where one of them has ended, whose name they would not know.
+            step_trace.note(Event.MESSAGE, self._sums.own, "ends", said)
             with ExitStack() as stack:
                 for member in self._others():
                     stack.callback(self._send, member, json.dumps(said).encode())

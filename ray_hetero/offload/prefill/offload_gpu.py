@@ -248,6 +248,11 @@ class OffloadGpu(SubmissionThread):
         return self._tokens
 
     @property
+    def pieces(self) -> list[list[WeightSlice]]:
+        """Pieces of each weight, in the order in which weights were added; none before `take`."""
+        return list(self._pieces.values())
+
+    @property
     def about(self) -> str:
         """The GPU, and what decides how long it takes for the weights of a layer."""
         ahead = self.memory.behind_products.numel()

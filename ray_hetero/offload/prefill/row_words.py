@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ray_hetero.kernels import step_trace
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.runtime.stream_words import VALUES, words_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Words:
         end = memory.data_ptr() + memory.nbytes
         there, read = end - 2 * WORD_BYTES, end - WORD_BYTES
         self._own, self._other = (there, read) if is_sender else (read, there)
+        self._names = ("there", "read") if is_sender else ("read", "there")
+        """Names of the words that this end writes and waits for, in traces."""
         self._stream = words_of(device, stream, self._own)
 
     def say(self, number: int) -> None:
@@ -47,6 +51,7 @@ class Words:
             RuntimeError: CUDA's driver refuses it.
 
         """
+        step_trace.note(Event.WORD, "write", self._names[0], number)
         self._stream.write(self._own, number % VALUES)
 
     def tell(self, address: int, number: int) -> None:
@@ -56,6 +61,7 @@ class Words:
             RuntimeError: as `say`.
 
         """
+        step_trace.note(Event.WORD, "write", "computed", number)
         self._stream.write(address, number % VALUES)
 
     def wait(self, number: int) -> None:
@@ -65,4 +71,5 @@ class Words:
             RuntimeError: as `say`.
 
         """
+        step_trace.note(Event.WORD, "wait", self._names[1], number)
         self._stream.wait(self._other, number % VALUES)

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ray_hetero.errors import UnsupportedError
+from ray_hetero.kernels import step_trace
+from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
 from ray_hetero.offload.prefill.row_words import WORD_BYTES, Words
 from ray_hetero.offload.weights.link_reader import current
@@ -212,6 +214,7 @@ class StageOutput:
                 "results are on a GPU; expected the tensors of earlier steps. Set "
                 "cpu.prefill_on_gpu to false, and report the model's class."
             )
+        step_trace.note(Event.MESSAGE, "stage", "rows stay" if stays else "rows sent")
         self._is_direct |= is_direct
         self._returned = None
         return stays

@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ray_hetero.kernels import step_trace
+from ray_hetero.kernels.step_trace import Event
+
 SLOT_ALIGNMENT = 512
 """Bytes that memory for a piece is a multiple of, as torch aligns what it takes of a GPU."""
 
@@ -100,6 +103,7 @@ class LinkReader(ABC, Generic[Read]):
 
     def copy(self, piece: Read, memory: torch.Tensor) -> None:
         """Order the copies of a piece on the current stream, into the memory of a slot."""
+        step_trace.note(Event.COPY, piece)
         for rows, at in self.copies(piece):
             memory[at : at + rows.numel()].copy_(rows, non_blocking=True)
 
