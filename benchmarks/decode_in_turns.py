@@ -25,10 +25,11 @@ from engine_run import Point
 
 def share(worker: Any, is_shared: bool) -> list[str]:
     """In a rank: use what was chosen for decode steps, or leave it away; what was chosen."""
-    from ray_hetero.kernels.layers import decoder_layers
+    from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+    from ray_hetero.kernels.layers.fused_modules import registered
 
     said = []
-    for run in decoder_layers.registered():
+    for run in registered(DecoderLayers):
         chosen = run.__dict__.setdefault("chosen_share", run.shared)
         if chosen is not None:
             run.shared = chosen if is_shared else None

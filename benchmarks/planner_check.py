@@ -199,19 +199,20 @@ def run_layers(worker: Any, first: int, second: int) -> None:
     """On a rank: run only so many layers of the first and of the second stage."""
     from vllm.distributed.parallel_state import get_pp_group
 
-    from ray_hetero.kernels.layers import decoder_layers
     from ray_hetero.kernels.layers.decode_step import DecodeStep
+    from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+    from ray_hetero.kernels.layers.fused_modules import registered
     from ray_hetero.kernels.layers.post_attention import PostAttentionBlock
 
     model = worker.model_runner.model.model
     count = first if get_pp_group().is_first_rank else second
     model.end_layer = model.start_layer + count
     # On a CPU rank the first layer's module computes all of them in one call.
-    for run in decoder_layers._runs:
+    for run in registered(DecoderLayers):
         attention, block = run._layers[count - 1]
         last = PostAttentionBlock(replace(block.parts, next=None), run._kernel)
         layers = [*run._layers[: count - 1], (attention, last)]
-        run._decode_step = DecodeStep(run._input, layers, run._kernel, run._adapters)
+        run.decode_step = DecodeStep(run._input, layers, run._kernel, run._adapters)
     manager = getattr(worker.model_runner, "cudagraph_manager", None)
     if manager is not None and manager.needs_capture():
         manager.release_graphs()

@@ -5,7 +5,7 @@ Which layers that can be is in fusible_layers.py, what the operator computes in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +16,12 @@ from ray_hetero.compat.models.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers
 from ray_hetero.kernels.layers.adapters import Adapters
-from ray_hetero.kernels.layers.decoder_layers import DecoderLayers, register
+from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.fused_modules import (
-    MODULES,
-    WITH_MODULES,
+    ResidualAttention,
     keep_parts,
+    register,
+    replacements,
 )
 from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
 from ray_hetero.kernels.layers.layer import Layer
@@ -119,7 +120,8 @@ def install(
                 keep_parts(one, layers[number])
             layers[number] = one
     for single in found.single:
-        single.layers[single.place] = single.operator.replacement(single.mlp)
+        operator = single.operator
+        single.layers[single.place] = ResidualAttention(register(operator), operator.rest)
     if adapters is not None:
         logger.info(
             "adapters of requests are added in the same call, up to %d at once, of rank %d and "
@@ -141,17 +143,6 @@ def install(
         )  # fmt: skip
     layers_fused = sum(len(run.layers) for run in found.runs) + len(found.single)
     return Fused(layers_fused, shares is not None and not shares.is_empty, first, output)
-
-
-def replacements(layers: Sequence[Layer], run: int) -> Iterator[nn.Module]:
-    """Modules in the places of layers that are one operator, by its number."""
-    first = layers[0]
-    if first.mlp is not None:
-        yield WITH_MODULES[first.calls](run, first.mlp)
-        return
-    of_first, of_others = MODULES[first.calls]
-    yield of_first(run)
-    yield from (of_others() for _ in layers[1:])
 
 
 def _memory(

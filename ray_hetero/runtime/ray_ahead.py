@@ -78,7 +78,7 @@ class RayAhead:
             self.address = unix_sockets.bind_abstract(listener).decode()
             self._folder = PrivateFolder()
             words = [str(listener.fileno()), str(self._folder.path), *sys.path]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", KEEP, *words],
                 env=without_secrets(os.environ),
                 pass_fds=[listener.fileno()],
@@ -89,6 +89,7 @@ class RayAhead:
                 # of its `sched_yield` would give the core to that rank.
                 process_group=0,
             )
+            """Process that starts Ray, and keeps it."""
         self._thread = threading.Thread(target=self._wait, daemon=True, name="RayAhead")
         self._thread.start()
         _started.append(self)
@@ -100,8 +101,8 @@ class RayAhead:
 
     def end(self) -> None:
         """End it, where there will be no engine."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def wait(self) -> None:
         """Wait until it is gone, with its folder; it ends a moment after its engine."""
@@ -110,7 +111,7 @@ class RayAhead:
 
     def _wait(self) -> None:
         """Leave no zombie, whenever it ends, and no folder where it was killed."""
-        self._process.wait()
+        self.process.wait()
         self._folder.remove()
 
 

@@ -44,10 +44,11 @@ def _image(seed: int) -> Image.Image:
 def _share_columns(worker: Any, parts: int) -> int:
     """In a rank: have a GPU compute parts of all columns in decode steps; of how many layers it
     has computed some up to now."""
-    from ray_hetero.kernels.layers import decoder_layers
+    from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+    from ray_hetero.kernels.layers.fused_modules import registered
     from ray_hetero.offload.decode.share_choice import Share, Shares
 
-    found = [run.shared for run in decoder_layers.registered() if run.shared is not None]
+    found = [run.shared for run in registered(DecoderLayers) if run.shared is not None]
     for shared in found:
         shared.shares = Shares((Share(1, columns=parts),))
     return sum(shared._columns.steps * shared._count for shared in found)
@@ -55,9 +56,10 @@ def _share_columns(worker: Any, parts: int) -> int:
 
 def _has_prompts_ahead(worker: Any) -> bool:
     """In a rank: whether pieces that a prompt begins with are on the way to a GPU, or there."""
-    from ray_hetero.kernels.layers import decoder_layers
+    from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
+    from ray_hetero.kernels.layers.fused_modules import registered
 
-    gpus = [run.gpu for run in decoder_layers.registered() if run.gpu is not None]
+    gpus = [run.gpu for run in registered(DecoderLayers) if run.gpu is not None]
     return any(gpu.reader._buffers[1].piece in gpu.order_of_prompts._after for gpu in gpus)
 
 

@@ -69,7 +69,7 @@ def test_one_graph_is_of_several_numbers_of_tokens(
         isa=layout(),
     )  # fmt: skip
     assert steps.shared is not None
-    graphs = steps.shared._columns.graphs  # type: ignore[union-attr]
+    graphs = steps.columns.graphs
     decoding = Decoding(steps, *[75] * 20)
     for count in (5, 8, 20, 17):
         for at in range(BEFORE):

@@ -64,11 +64,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What vLLM's forward context gives decoder layers, by name of a layer."""
-    from ray_hetero.kernels.layers import attention, decoder_layers
+    from ray_hetero.kernels.layers import attention, decoder_layers, fused_modules
 
     found: dict[str, Any] = {}
     for module in (attention, decoder_layers):
         monkeypatch.setattr(module, "get_attention_context", found.__getitem__)
-    before = len(decoder_layers._runs)
+    before = len(fused_modules._layers)
     yield found
-    del decoder_layers._runs[before:]
+    del fused_modules._layers[before:]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from paged_steps import Conversation, Steps
 
+from ray_hetero.kernels.step_trace import Event, StepTrace, followed
 from ray_hetero.offload.decode import column_pieces
 from ray_hetero.offload.decode.mlp_columns import MlpColumnOffload
 from ray_hetero.offload.decode.shared_decode import SharedDecode
@@ -34,7 +35,7 @@ class CopiedPieces:
     """Steps of one request, and the pieces that a step copies.
 
     Args:
-        monkeypatch: notes copies.
+        monkeypatch: as for `Steps`.
         tokens: of the request.
         given: of `Steps`.
 
@@ -44,31 +45,37 @@ class CopiedPieces:
         self.steps = Steps(monkeypatch, layers=LAYERS, **given)
         self.request: Conversation = self.steps.request(tokens)
         self.done = 0
-        self.copied: list[Piece] = []
-        copy = PieceReader.copy
+        self.trace = StepTrace()
+        """Events of the last step."""
 
-        def copy_and_note(reader: PieceReader, piece: Piece, memory: torch.Tensor) -> None:
-            self.copied.append(piece)
-            copy(reader, piece, memory)
+    @property
+    def copied(self) -> list[Piece]:
+        """Pieces that were copied in the last step."""
+        return [piece for (piece,) in self.trace.of(Event.COPY)]
 
-        monkeypatch.setattr(PieceReader, "copy", copy_and_note)
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Let `trace` have the events of a context, instead of those of the last step."""
+        self.trace.clear()
+        with followed(self.trace):
+            yield
 
     def of_step(self, tokens: int) -> list[Piece]:
         """Compute the request's next tokens, and compare them; the pieces that were copied until
         nothing more was ordered."""
-        self.copied.clear()
-        self.steps.check((self.request, self.done, self.done + tokens))
+        with self.traced():
+            self.steps.check((self.request, self.done, self.done + tokens))
         self.done += tokens
         assert self.steps.made.gpu is not None
         self.steps.made.gpu.settle()
-        return list(self.copied)
+        return self.copied
 
 
 class KeptColumns(CopiedPieces):
     """Steps of one request, whose columns a GPU computes.
 
     Args:
-        monkeypatch: notes copies.
+        monkeypatch: as for `Steps`.
         most: tokens of a step at most.
         given: of `Steps`.
 
@@ -86,9 +93,17 @@ class KeptColumns(CopiedPieces):
     @property
     def columns(self) -> MlpColumnOffload:
         """What computes columns."""
-        columns = self.shared._columns
+        columns = self.steps.columns
         assert isinstance(columns, MlpColumnOffload)
         return columns
+
+    @property
+    def reader(self) -> PieceReader:
+        """Reader of the pieces."""
+        assert self.steps.made.gpu is not None
+        reader = self.steps.made.gpu.reader
+        assert isinstance(reader, PieceReader)
+        return reader
 
     def have_idle(self, monkeypatch: pytest.MonkeyPatch, memory: Sequence[IdleMemory]) -> None:
         """Let pieces stay here only."""

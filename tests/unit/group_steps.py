@@ -142,6 +142,8 @@ class Rank:
             share=whole.share, kernel=self.kernel if whole.share else None,
         )  # fmt: skip
         self.made: Any = None
+        self.columns: Any = None
+        """What gives it columns of its MLPs in shared decode steps; None without these."""
 
     def _take(self, module: Product, other: Product, own: int, count: int, layer: Any) -> None:
         qkv, output, gate_up, down = (
@@ -252,9 +254,8 @@ class GroupSteps(Steps):
                     rank.kernel.limits, gpu_from=group.from_tokens, gpu_room=group.tokens
                 )
             if group is not None and not group.shares.is_empty:
-                rank.made.shared = SharedDecode(
-                    rank.known, rank.kernel, group.columns_of(len(rank.known)), group.shares
-                )
+                rank.columns = group.columns_of(len(rank.known))
+                rank.made.shared = SharedDecode(rank.known, rank.kernel, rank.columns, group.shares)
         return found
 
     @property
@@ -265,7 +266,7 @@ class GroupSteps(Steps):
         """Have so many parts of all columns given away; what computes them, by rank."""
         for rank in self.ranks:
             rank.made.shared.shares = Shares((Share(1, parts),))
-        return [rank.made.shared._columns for rank in self.ranks]
+        return [rank.columns for rank in self.ranks]
 
     def step(
         self, *parts: tuple[Conversation, int, int], residual: Any = None, is_dummy: bool = False

@@ -154,15 +154,17 @@ class Steps:
         on_gpu = None if memory is None else GpuLayers(self.known, gpu, memory)
         made = DecoderLayers(self.known, kernel, on_gpu)
         self.shared: SharedDecode | None = None
+        self.columns: Any = None
+        """What computes columns of MLPs in shared decode steps; None without these."""
         self.columns_of: MakeColumns = maker_of(self.known, gpu, kernel)
         """Makes what computes columns of the first layers."""
         if parts:
             assert memory is not None
             assert shared_decode.suits(self.known)
-            columns = self.columns_of(len(self.known))
-            assert columns is not None
+            self.columns = self.columns_of(len(self.known))
+            assert self.columns is not None
             shares = Shares((Share(1, parts),))
-            self.shared = SharedDecode(self.known, kernel, columns, shares)
+            self.shared = SharedDecode(self.known, kernel, self.columns, shares)
             made.shared = self.shared
         return made
 

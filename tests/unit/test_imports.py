@@ -311,3 +311,64 @@ def test_every_unit_test_is_in_the_room_of_what_it_tests() -> None:
     of_code = {name: room for name, room in of_code.items() if room not in OTHERS}
     assert len(of_code) > 150
     assert {name: room for name, room in of_code.items() if not is_of_room(room, name)} == {}
+
+
+PRIVATE_LOOKS = 148
+"""Looks of unit tests at private names of these packages; the number only falls.  What a step does
+is read of its trace (step_traces.py), and what a component is of its public attributes."""
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Names with one underscore that code defines: functions, classes, variables, attributes."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def is_private(name: str) -> bool:
+    # Names that end with an underscore too are protocols, as `_repr_html_` is IPython's.
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+
+
+def private_looks(tree: ast.AST, names: set[str]) -> list[tuple[int, str]]:
+    """Line and name of each look at another object's private attribute, or change of it."""
+    own, found = private_names(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", "cls"}:
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr")):
+            found += [
+                (node.lineno, str(given.value))
+                for given in node.args[1:2]
+                if isinstance(given, ast.Constant)
+            ]
+    return [(line, name) for line, name in found if is_private(name) and name in names - own]
+
+
+def test_unit_tests_look_at_few_private_names() -> None:
+    names = {
+        name
+        for path in MODULES.values()
+        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert len(names) > 1000
+    looks = Counter(
+        path.relative_to(UNIT).as_posix()
+        for path in sorted(UNIT.rglob("*.py"))
+        for _ in private_looks(ast.parse(path.read_text(encoding="utf-8")), names)
+    )
+    assert looks.total() <= PRIVATE_LOOKS, looks.most_common()
+
+
+def test_a_private_look_is_found() -> None:
+    code = "made._a; self._a; made._c; patch.setattr(made, '_a', 1); getattr(made, '_b')"
+    assert private_looks(ast.parse(code), {"_a", "_b"}) == [(1, "_a"), (1, "_a"), (1, "_b")]
+    # A test's own helper has names of its own.
+    own = "class Own:\n    def __init__(self):\n        self._a = 1\nOwn()._a"
+    assert private_looks(ast.parse(own), {"_a", "_b"}) == []

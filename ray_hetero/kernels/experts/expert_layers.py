@@ -17,8 +17,8 @@ from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
 from ray_hetero.kernels.experts.arranged_experts import arranged
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
+from ray_hetero.kernels.experts.experts_one_by_one import PlainExperts
 from ray_hetero.kernels.experts.load_progress import LoadProgress
-from ray_hetero.kernels.experts.plain_experts import PlainExperts
 from ray_hetero.kernels.experts.quantised_experts import held
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, RoutedExperts
 from ray_hetero.kernels.formats import FORMATS

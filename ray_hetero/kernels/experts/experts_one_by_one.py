@@ -1,8 +1,12 @@
-"""Experts of a layer multiplied one after the other by PyTorch: where neither vLLM's kernels nor
-this project's take a layer's type or sizes, and in tests in the place of a GPU.
+"""Experts of a layer multiplied one after the other by PyTorch, and in tests in the place of a GPU.
+
+For layers that no kernel takes: activations that vLLM's kernels for CPUs lack, in float32 or
+float16, or of hidden sizes that this project's kernels cannot hold.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -51,3 +55,31 @@ def multiplied_one_by_one(
             out += w2_bias[place].float()
         found.index_add_(0, tokens, out * weights[tokens, choices, None])
     return found.to(x.dtype)
+
+
+class PlainExperts:
+    """The experts of one layer, in the type that the model is computed in.
+
+    Args:
+        layer: vLLM's, whose weights are loaded.
+        activation: what becomes of gate and up.
+
+    """
+
+    def __init__(self, layer: Any, activation: Activation) -> None:
+        self._w13, self._w2 = layer.w13_weight.data, layer.w2_weight.data
+        self._w13_bias = getattr(layer, "w13_bias", None)
+        self._w2_bias = getattr(layer, "w2_bias", None)
+        self._activation = activation
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Sums over the experts of each token; arguments and result as those of `RoutedExperts`."""
+        if weights is None:
+            weights = torch.ones(ids.shape)
+        found = multiplied_one_by_one(
+            x, self._w13, self._w2, weights.float(), ids, activation=self._activation,
+            count=len(self._w13), w13_bias=self._w13_bias, w2_bias=self._w2_bias,
+        )  # fmt: skip
+        return out.copy_(found)

@@ -9,7 +9,7 @@ else (step_route.py), and attentions that do more than this knows, are computed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,7 @@ from ray_hetero.kernels.layers.protocols import SharesDecode
 from ray_hetero.kernels.layers.step_rows import StepRows
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.kernels.step_route import Reason
 from ray_hetero.log import logger
 
 Context = tuple[Any, Any, torch.Tensor, torch.Tensor]
@@ -44,13 +45,18 @@ class StepRequests:
     blocks: torch.Tensor
     """[requests, most blocks], int32."""
 
-    def native(self, module: ModuleType, cache: torch.Tensor, isa: str) -> Any:
+    def native(
+        self, module: ModuleType, block: int, cache_blocks: int, *, tiles: bool = False,
+        are_latents: bool = False,
+    ) -> Any:  # fmt: skip
         """The native module's object, which points at these.
 
         Args:
             module: the native module.
-            cache: of a layer, see `is_known`.
-            isa: how keys and values lie in its blocks.
+            block: tokens of a block of a layer's cache.
+            cache_blocks: blocks of the cache.
+            tiles: whether keys and values lie there in tiles.
+            are_latents: whether latents lie there in their place.
 
         """
         return module.Requests(
@@ -60,10 +66,28 @@ class StepRequests:
             lengths=self.lengths.data_ptr(),
             blocks=self.blocks.data_ptr(),
             most_blocks=self.blocks.stride(0),
-            block=cache.shape[2],
-            cache_blocks=cache.shape[0],
-            tiles=isa == TILES,
+            block=block,
+            cache_blocks=cache_blocks,
+            tiles=tiles,
+            are_latents=are_latents,
         )
+
+
+@dataclass(frozen=True)
+class NativeStep:
+    """A decode step of one layer that is an operator of its own (kinds.py)."""
+
+    arguments: dict[str, Any]
+    """Arguments of the native object's `run` that say where the step's requests are."""
+    kept: object
+    """Owner of the memory that the arguments point at."""
+
+
+IsNative = Callable[[int], bool]
+"""Whether a step's route is a native call, by most tokens of one of its requests."""
+StepOf = Callable[[torch.Tensor, int, IsNative], NativeStep | Reason | None]
+"""Function that describes the running step, from positions [M] and the number of tokens.  None if
+it is no decode step; the reason if it is, and its metadata or the layer's cache are not known."""
 
 
 def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
@@ -184,7 +208,7 @@ class DecodeStep:
         layer_tokens.count(len(contexts), native=tokens)
         if shared is not None and not shared.has(tokens):
             shared = None
-        return self._run(requests, groups, contexts, hidden, residual, slots, shared)
+        return self.run(requests, groups, contexts, hidden, residual, slots, shared)
 
     def decode(
         self,
@@ -213,21 +237,36 @@ class DecodeStep:
             positions[own], slots[own], rows.decoding_lengths,
             metadata.block_table[rows.decoding],
         )  # fmt: skip
-        return self._run(
+        return self.run(
             [requests], contexts[:1], contexts, hidden[own],
             None if residual is None else residual[own],
         )  # fmt: skip
 
-    def _run(
+    def run(
         self, requests: Sequence[StepRequests], groups: Sequence[Context],
         contexts: Sequence[Context], hidden: torch.Tensor, residual: torch.Tensor | None,
         slots: torch.Tensor | None = None, shared: SharesDecode | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute requests of one token each.
+
+        Args:
+            requests: for each group of layers with KV blocks of its own.
+            groups: context of the first layer of each.
+            contexts: vLLM's forward context of each layer.
+            hidden: [M, N], bf16.
+            residual: [M, N], bf16; None at the beginning of a model.
+            slots: of adapters, [M], if some token has one.
+            shared: computes a part of each layer on a GPU; None where none does.
+
+        Returns:
+            As a call.
+
+        """
         hidden = hidden.contiguous()
         residual = None if residual is None else residual.contiguous()
         number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
         of_step = [
-            one.native(self._kernel.native, cache, module.isa)
+            one.native(self._kernel.native, cache.shape[2], len(cache), tiles=module.isa == TILES)
             for one, (_, module, cache, _) in zip(requests, groups, strict=True)
         ]
         caches = [address_of(cache, number[id(metadata)]) for metadata, _, cache, _ in contexts]

@@ -23,18 +23,12 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
 from ray_hetero.kernels import step_trace
-from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.layers import decode_step, layer_tokens
 from ray_hetero.kernels.layers.decode_step import DecodeStep
 from ray_hetero.kernels.layers.kv_layouts import Caches, can_be_copied
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import adapters_in, product
-from ray_hetero.kernels.layers.post_attention import (
-    PostAttentionBlock,
-    add_and_norm,
-    norm,
-    results_like,
-)
+from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
 from ray_hetero.kernels.layers.protocols import (
     LayersOnGpu,
     SharesDecode,
@@ -49,10 +43,6 @@ from ray_hetero.log import logger
 WEIGHTS_FOR_SENT = 16
 """Weights of the layers for each element of the keys and values that a GPU is sent so that the
 cores need not decode beside it: the link takes a tenth longer for these then."""
-
-_library = torch.library.Library("ray_hetero", "FRAGMENT")
-_runs: list[DecoderLayers] = []
-"""Runs of layers of this process, by the number that the operator is called with."""
 
 
 class DecoderLayers:
@@ -80,11 +70,12 @@ class DecoderLayers:
         ]
         parts = [linear for _, block in self._layers for linear in block.parts.linears]
         self._adapters = adapters_in([self._input.qkv, *parts])
-        self._decode_step = (
+        self.decode_step = (
             DecodeStep(self._input, self._layers, kernel, self._adapters)
             if all(attention.scores is not None for attention, _ in self._layers)
             else None
         )
+        """Native decode steps; None where an attention does more than they know."""
         self._names = [attention.name for attention, _ in self._layers]
         self._on_gpu = on_gpu
         self._most_sent = most_sent(layers)
@@ -92,12 +83,12 @@ class DecoderLayers:
     @property
     def shared(self) -> SharesDecode | None:
         """Decode steps with a GPU's help; None where the cores compute all of them."""
-        return None if self._decode_step is None else self._decode_step.shared
+        return None if self.decode_step is None else self.decode_step.shared
 
     @shared.setter
     def shared(self, shared: SharesDecode | None) -> None:
-        assert self._decode_step is not None
-        self._decode_step.shared = shared
+        assert self.decode_step is not None
+        self.decode_step.shared = shared
 
     @property
     def gpu(self) -> Any:
@@ -134,22 +125,22 @@ class DecoderLayers:
         """
         positions = positions.to(torch.int64).contiguous()
         contexts, tokens, longest, step = [], len(positions), None, None
-        if self._decode_step is not None or self._on_gpu is not None:
+        if self.decode_step is not None or self._on_gpu is not None:
             contexts = [get_attention_context(name) for name in self._names]
             metadata = contexts[0][0]
             longest = None if metadata is None else metadata.max_query_len  # None in a dummy run
         route = self._kernel.route_of(tokens, longest)
         step_trace.note(Event.ROUTE, route)
         place = route.place
-        if place is Place.NATIVE and self._decode_step is not None:
-            step = self._decode_step(contexts, positions, hidden, residual)
+        if place is Place.NATIVE and self.decode_step is not None:
+            step = self.decode_step(contexts, positions, hidden, residual)
         elif place is Place.GPU and contexts:
             step = self._with_gpu(contexts, positions, hidden, residual)
         if step is None:
             if place is Place.NATIVE or (place is Place.GPU and not contexts):
                 layer_tokens.count_instead(Reason.UNKNOWN_ATTENTION)
             layer_tokens.count(len(self._layers), by_operators=tokens)
-            step = self._layer_by_layer(positions, hidden, residual)
+            step = self.one_by_one(positions, hidden, residual)
         return step
 
     def _with_gpu(
@@ -201,10 +192,8 @@ class DecoderLayers:
 
         def decode() -> None:
             if len(rows.decoding):
-                assert self._decode_step is not None
-                decoded.append(
-                    self._decode_step.decode(rows, contexts, positions, hidden, residual)
-                )
+                assert self.decode_step is not None
+                decoded.append(self.decode_step.decode(rows, contexts, positions, hidden, residual))
 
         output = self.output
         if output is not None and caches is not None and output.may_take(tokens):
@@ -255,16 +244,17 @@ class DecoderLayers:
         ):  # fmt: skip
             return Reason.UNKNOWN_ATTENTION
         limits = self._kernel.limits
-        can_decode = self._decode_step is not None and decode_step.is_known(cache, first.isa)
+        can_decode = self.decode_step is not None and decode_step.is_known(cache, first.isa)
         rows = step_rows(
             metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), metadata.block_table,
             cache.shape[2], limits.native_tokens if can_decode else 0, self._most_sent,
         )  # fmt: skip
         return rows if limits.is_for_gpu(rows.tokens) else Reason.MOSTLY_DECODING
 
-    def _layer_by_layer(
+    def one_by_one(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as a sequence of operators; arguments and result as of a call."""
         how, qkv = self._input.norm, self._input.qkv
         if residual is None:
             total = hidden.contiguous()
@@ -290,29 +280,3 @@ def most_sent(layers: Sequence[Layer]) -> int:
         for linear in (layer.input.qkv, *layer.parts.linears)
     )
     return weights // (WEIGHTS_FOR_SENT * sum(2 * layer.attention.shape.keys for layer in layers))
-
-
-def _decoder_layers(
-    positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, run: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _runs[run](positions, hidden, residual)
-
-
-def _shapes(
-    positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, run: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return results_like(hidden)
-
-
-def registered() -> Sequence[DecoderLayers]:
-    """All runs of layers of this process."""
-    return _runs
-
-
-def register(layers: DecoderLayers) -> int:
-    """Register layers with the operator; returns the number that it is called with."""
-    _runs.append(layers)
-    return len(_runs) - 1
-
-
-register_op(_library, "decoder_layers", _decoder_layers, _shapes)

@@ -92,8 +92,6 @@ class SingleLayer:
     """List of vLLM's model that holds the layer."""
     place: int
     operator: LayerOperator
-    mlp: nn.Module | None
-    """Module of vLLM's that comes behind the operator; None if nothing does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +127,8 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
         found: list[Layer | str] = []
         for place, layer in enumerate(own, decoder.start_layer):
             one = operator_of(decoder, layer, linears, kernel)
-            if isinstance(one, tuple):
-                single.append(SingleLayer(layers, place, *one))
+            if isinstance(one, LayerOperator):
+                single.append(SingleLayer(layers, place, one))
                 found.append("")
                 continue
             found.append(layer_of(decoder, layer, linears, kernel) if one is None else one)

@@ -1,42 +1,101 @@
-"""Layers with a Gated DeltaNet on a CPU rank, with their MLP or up to their experts.
+"""Layers with a Gated DeltaNet on a CPU rank, as a kind of layers (kinds.py): those of Qwen3-Next
+and Qwen3.5 that have a linear state in the place of keys and values.
 
 A decode step of such a layer is one native call (csrc/kernels/gated_delta_layer.h): the norm before
 it, its products, the convolution and the recurrence with the states of the step's requests, the
-norm of its heads, and what comes behind.  States lie where and as vLLM has them.  Any other step
-(prompts, drafts, more tokens than a step has) is computed by vLLM's own module between two norms.
-
-Each rank of a tensor-parallel group has some of the heads.  What they give is added up inside of
-the call (rank_sums.py).
+norm of its heads, and what comes behind, an MLP too.  States lie where and as vLLM has them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.activation import SiluAndMul
 
-from ray_hetero.compat.models.gated_delta import states_of_tokens
-from ray_hetero.kernels import step_trace
-from ray_hetero.kernels.custom_ops import register_op
-from ray_hetero.kernels.layers import layer_tokens
-from ray_hetero.kernels.layers.fused_modules import GatedDeltaRun
+from ray_hetero.compat.models import gated_delta
+from ray_hetero.compat.models.decoder_classes import has_forward_of
+from ray_hetero.kernels.formats import PackedWeight
+from ray_hetero.kernels.formats.base import BLOCK, pack
+from ray_hetero.kernels.layers.attention import as_norm
+from ray_hetero.kernels.layers.decode_step import IsNative, NativeStep, StepOf
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
-from ray_hetero.kernels.layers.post_attention import add_and_norm, input_norm, results_like
-from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-from ray_hetero.kernels.step_route import Place, Reason
-from ray_hetero.kernels.step_trace import Event
+from ray_hetero.kernels.step_route import Reason
 
 STATE_TYPES = (torch.float32, torch.bfloat16)
 """Types of the states of heads."""
 
-_library = torch.library.Library("ray_hetero", "FRAGMENT")
-_layers: list[GatedDeltaLayer] = []
-"""Layers of this process, by the number that the operator is called with."""
+KEY_MULTIPLE, VALUE_MULTIPLE = 16, 32
+"""Divisors of the elements of a key and of a value: what csrc/kernels/gated_delta.h takes."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaModules:
+    """vLLM's modules of a layer with a Gated DeltaNet, by the part that each is."""
+
+    input_norm: Any
+    """Norm of the products' input."""
+    delta: Any
+    """All from the products of the input to that of the output, in one module of vLLM's."""
+    norm: Any
+    """Norm of the input of the MLP or the experts."""
+    mlp: Any
+    """MLP or experts, in one module of vLLM's."""
+    is_plain_mlp: bool
+    """Whether that is a gate and up, an activation, and down."""
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        """Linear layers in the order of their products, without that of the gates."""
+        own = (self.delta.in_proj_qkvz, self.delta.out_proj)
+        return (*own, self.mlp.gate_up_proj, self.mlp.down_proj) if self.is_plain_mlp else own
+
+    @property
+    def added(self) -> tuple[Any, ...]:
+        """Linear layers whose products the ranks of a group add up."""
+        own = (self.delta.out_proj,)
+        return (*own, self.mlp.down_proj) if self.is_plain_mlp else own
+
+    @property
+    def divided(self) -> tuple[Any, ...]:
+        """Linear layers of which each rank of a group has a part."""
+        return (*self.linears, self.delta.in_proj_ba)
+
+    @property
+    def norms(self) -> tuple[Any, Any]:
+        """All norms of tokens."""
+        return self.input_norm, self.norm
+
+    def attended(self, positions: Any, x: Any) -> Any:
+        """All between the two norms, computed by vLLM's module; no position counts."""
+        return self.delta(x)
+
+
+def gated_delta_modules(model: Any, layer: Any) -> GatedDeltaModules | None:
+    """The modules of a layer of a model of vLLM's; None if it computes something else."""
+    if (
+        not has_forward_of(model, "Qwen3NextModel")
+        or not has_forward_of(layer, "Qwen3NextDecoderLayer")
+        or layer.layer_type != "linear_attention"
+        or layer.layer_scale
+        or layer.use_attn_reduce_scatter_for_moe
+    ):
+        return None
+    mlp = layer.mlp
+    return GatedDeltaModules(
+        input_norm=layer.input_layernorm,
+        delta=layer.linear_attn,
+        norm=layer.post_attention_layernorm,
+        mlp=mlp,
+        is_plain_mlp=has_forward_of(mlp, "Qwen2MoeMLP") and mlp.expert_gate is None,
+    )
 
 
 @dataclass(frozen=True)
@@ -109,130 +168,108 @@ class GatedDeltaParts:
         )  # fmt: skip
 
 
-class GatedDeltaLayer:
-    """Computes a layer, up to what its experts are given or to what is added to the residual.
+class GatedDeltas:
+    """Layers with a Gated DeltaNet, as a `LayerKind`."""
 
-    Args:
-        parts: of the layer.
-        module: vLLM's, for steps that are not computed here.
-        kernel: what computes linear layers.
-        mlp: vLLM's module of the MLP that is computed here, for the same; None where none is.
+    about = "a Gated DeltaNet"
 
-    """
+    def modules(self, decoder: Any, layer: Any) -> GatedDeltaModules | None:
+        """The modules of a layer; None if it is of another kind."""
+        return gated_delta_modules(decoder, layer)
 
-    def __init__(
-        self, parts: GatedDeltaParts, module: Any, kernel: StreamingLinear, mlp: Any = None
-    ) -> None:
-        self.parts = parts
-        self._module = module
-        self._kernel = kernel
-        self._mlp = mlp
-        self._native = parts.native(kernel.native, kernel.sums and kernel.sums.native)
+    def why_unknown(self, modules: GatedDeltaModules) -> str:
+        """Why the state and the activation of a layer cannot be computed here; or ""."""
+        if why := gated_delta.why_unknown(modules.delta):
+            return why
+        if modules.is_plain_mlp and type(modules.mlp.act_fn) is not SiluAndMul:
+            return f"the activation is another one ({type(modules.mlp.act_fn).__name__})"
+        return ""
 
-    def replacement(self, mlp: Any) -> nn.Module:
-        """Module that takes the layer's place in vLLM's model, before `mlp` if that is one."""
-        return GatedDeltaRun(register(self), mlp)
-
-    def __call__(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layer.
-
-        Args:
-            hidden: [M, N], bf16.
-            residual: [M, N], bf16; None at the beginning of a model.
-
-        Returns:
-            [M, N], the input of the experts or what is still to be added to the residual, and the
-            new residual [M, N].
-
-        """
-        step = self._decode_step(hidden, residual)
-        native = 0 if step is None else len(hidden)
-        layer_tokens.count(1, native=native, by_operators=len(hidden) - native)
-        return self._by_operators(hidden, residual) if step is None else step
-
-    def _decode_step(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A decode step in one native call; None if this step is something else."""
-        of_layers = get_forward_context().attn_metadata
-        # Runs without requests have none; the first ones have no states yet either.
-        if not isinstance(of_layers, dict):
-            return None
-        numbers = states_of_tokens(of_layers[self._module.prefix], len(hidden))
-        if numbers is None:
-            return None
-        route = self._kernel.route_of(len(hidden), 1)
-        step_trace.note(Event.ROUTE, route)
-        if route.place is not Place.NATIVE:
-            return None
-        states = self._module.kv_cache
-        if not self._are_known(states):
-            layer_tokens.count_instead(Reason.UNKNOWN_ATTENTION)
-            return None
-        inputs, heads = states
-        hidden = hidden.contiguous()
-        residual = None if residual is None else residual.contiguous()
-        y, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        with meeting(self._kernel.sums):
-            self._native.run(
-                inputs=(inputs.data_ptr(), inputs.stride(0)),
-                heads=(heads.data_ptr(), heads.stride(0), heads.dtype == torch.float32),
-                states=len(heads),
-                numbers=numbers.data_ptr(),
-                m=len(hidden),
-                hidden=hidden.data_ptr(),
-                residual=0 if residual is None else residual.data_ptr(),
-                y=y.data_ptr(),
-                sum=total.data_ptr(),
-                level=self._kernel.level,
+    def parts(
+        self, modules: GatedDeltaModules, linears: Mapping[nn.Module, Linear],
+        kernel: StreamingLinear,
+    ) -> tuple[GatedDeltaParts, StepOf] | str:  # fmt: skip
+        """A layer's parts and steps, as `LayerKind` says."""
+        delta = modules.delta
+        taps = gated_delta.convolution(delta)
+        if taps.dtype != torch.bfloat16:
+            return "the convolution is of another type than the linear layers"
+        shape = GatedDeltaShape(
+            key_heads=delta.num_k_heads // delta.tp_size,
+            value_heads=delta.num_v_heads // delta.tp_size,
+            key=int(delta.head_k_dim), value=int(delta.head_v_dim),
+            is_by_key_head=bool(delta.gqa_interleaved_layout),
+        )  # fmt: skip
+        if shape.key % KEY_MULTIPLE or shape.value % VALUE_MULTIPLE:
+            return (
+                f"heads have keys of {shape.key} and values of {shape.value} elements, expected "
+                f"multiples of {KEY_MULTIPLE} and {VALUE_MULTIPLE}"
             )
-        return y, total
+        input_norm, norm = as_norm(modules.input_norm), as_norm(modules.norm)
+        assert input_norm is not None
+        assert norm is not None
+        queries, output, *mlp = (linears[one] for one in modules.linears)
+        behind = PostAttention(output, norm)
+        if mlp:
+            behind = replace(behind, gate_up=mlp[0], down=mlp[1])
+        parts = GatedDeltaParts(
+            shape=shape, norm=input_norm, input=queries, gates=_gates(delta, linears, kernel),
+            taps=taps.T.contiguous(), rates=-torch.exp(delta.A_log.data.float()),
+            rate_bias=delta.dt_bias.data.float().contiguous(),
+            head_norm=delta.norm.weight.data.float().contiguous(), epsilon=float(delta.norm.eps),
+            is_sigmoid=delta.norm.activation == "sigmoid", behind=behind,
+        )  # fmt: skip
 
-    def _are_known(self, states: Any) -> bool:
-        """Inputs [states, taps - 1, channels] and heads [states, value heads, value, key].
+        def step_of(
+            positions: torch.Tensor, tokens: int, is_native: IsNative
+        ) -> NativeStep | Reason | None:
+            """States of the running step, as `StepOf` says."""
+            of_layers = get_forward_context().attn_metadata
+            # Runs without requests have none; the first ones have no states yet either.
+            if not isinstance(of_layers, dict):
+                return None
+            numbers = gated_delta.states_of_tokens(of_layers[delta.prefix], tokens)
+            if numbers is None or not is_native(1):
+                return None
+            if not _are_known(delta.kv_cache, parts):
+                return Reason.UNKNOWN_ATTENTION
+            inputs, heads = delta.kv_cache
+            arguments = {
+                "inputs": (inputs.data_ptr(), inputs.stride(0)),
+                "heads": (heads.data_ptr(), heads.stride(0), heads.dtype == torch.float32),
+                "states": len(heads),
+                "numbers": numbers.data_ptr(),
+                "m": tokens,
+            }
+            return NativeStep(arguments, numbers)
 
-        vLLM's operators for CPUs keep a head as [key, value] all the same.
-        """
-        shape, taps = self.parts.shape, self.parts.taps
-        if len(states) != 2 or len(states[0]) != len(states[1]):
-            return False
-        inputs, heads = states
-        return bool(
-            inputs.dtype == torch.bfloat16
-            and heads.dtype in STATE_TYPES
-            and tuple(inputs.shape[1:]) == (len(taps) - 1, shape.channels)
-            and tuple(heads.shape[1:]) == (shape.value_heads, shape.value, shape.key)
-            and inputs[0].is_contiguous()
-            and heads[0].is_contiguous()
-        )
-
-    def _by_operators(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = self.parts
-        x, total = input_norm(hidden, residual, parts.norm)
-        x = add_and_norm(self._module(x), total, parts.behind.norm)
-        return x if self._mlp is None else self._mlp(x), total
-
-
-def _gated_delta_layer(
-    hidden: torch.Tensor, residual: torch.Tensor | None, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _layers[layer](hidden, residual)
-
-
-def _shapes(
-    hidden: torch.Tensor, residual: torch.Tensor | None, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return results_like(hidden)
-
-
-def register(layer: GatedDeltaLayer) -> int:
-    """Register a layer with the operator; returns the number that it is called with."""
-    _layers.append(layer)
-    return len(_layers) - 1
+        return parts, step_of
 
 
-register_op(_library, "gated_delta_layer", _gated_delta_layer, _shapes)
+def _gates(delta: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLinear) -> Linear:
+    """The product for write gates and decays, with rows of zeros up to a whole block."""
+    found = linears.get(delta.in_proj_ba)
+    if found is not None:
+        return found
+    weight = gated_delta.weight_of(delta.in_proj_ba, kernel.dtype)
+    padded = functional.pad(weight, (0, 0, 0, -len(weight) % BLOCK))
+    return Linear(PackedWeight.made(pack(padded), kernel.native), None)
+
+
+def _are_known(states: Any, parts: GatedDeltaParts) -> bool:
+    """Inputs [states, taps - 1, channels] and heads [states, value heads, value, key].
+
+    vLLM's operators for CPUs keep a head as [key, value] all the same.
+    """
+    shape, taps = parts.shape, parts.taps
+    if len(states) != 2 or len(states[0]) != len(states[1]):
+        return False
+    inputs, heads = states
+    return bool(
+        inputs.dtype == torch.bfloat16
+        and heads.dtype in STATE_TYPES
+        and tuple(inputs.shape[1:]) == (len(taps) - 1, shape.channels)
+        and tuple(heads.shape[1:]) == (shape.value_heads, shape.value, shape.key)
+        and inputs[0].is_contiguous()
+        and heads[0].is_contiguous()
+    )

@@ -198,7 +198,7 @@ class StreamedBlockFloats(_OnCpus, Fp8BlockScaledMMLinearKernel):  # type: ignor
     """Floats of eight bits with scales for blocks.
 
     Multi-head latent attention reads the tensors of one layer itself (kv_b_proj).  Decode steps
-    are given the checkpoint's, which `checkpoint_blocks` of the layer keeps for latent_fusion.py;
+    are given the checkpoint's, which `checkpoint_blocks` of the layer keeps for latent_heads.py;
     vLLM finds what they say in bf16, with scales of one.  Of floats of eight bits its backend for
     AMX would make others with one scale for all, which rounds each of them a second time.
     """

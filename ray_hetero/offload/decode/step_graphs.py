@@ -176,6 +176,11 @@ class StepGraphs:
         self.replayed = 0
         """Steps up to now that were ordered in one call."""
 
+    @property
+    def kinds(self) -> tuple[StepKind, ...]:
+        """Kinds of steps that there are graphs of."""
+        return tuple(self._graphs)
+
     def has(self, kind: StepKind) -> bool:
         """Whether there is a graph of a step of this kind."""
         return kind in self._graphs

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -32,10 +32,9 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
-from ray_hetero.offload.prefill.row_words import WORD_BYTES, Words
 from ray_hetero.offload.weights.link_reader import current
 from ray_hetero.runtime import gpu_memory
-from ray_hetero.runtime.stream_words import VALUES, CurrentStream
+from ray_hetero.runtime.stream_words import VALUES, CurrentStream, words_of
 
 if TYPE_CHECKING:
     from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
@@ -84,6 +83,8 @@ def turns_from(gpu: OffloadGpu) -> int:
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 """Names of both results in vLLM's models, between stages."""
+WORD_BYTES = 64
+"""Bytes for each of the two words behind the rows."""
 NAP_S = 1e-4
 """Seconds between two looks whether the next stage has computed a step."""
 
@@ -121,6 +122,62 @@ class GpuOffer:
     """See `gpu_memory.identity`."""
     handle: bytes
     nbytes: int
+
+
+class Words:
+    """One end of the two words behind rows: it writes one of them and waits for the other.
+
+    Args:
+        memory: of the rows and the words, uint8.
+        is_sender: whether this end writes that rows are there, and waits for their being read; the
+            other end does the reverse.
+        device: the GPU.
+        stream: writes and waits.
+
+    Raises:
+        UnsupportedError: the GPU's driver refuses that.
+
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, device: torch.device, stream: Any, *, is_sender: bool
+    ) -> None:
+        end = memory.data_ptr() + memory.nbytes
+        there, read = end - 2 * WORD_BYTES, end - WORD_BYTES
+        self._own, self._other = (there, read) if is_sender else (read, there)
+        self._names = ("there", "read") if is_sender else ("read", "there")
+        """Names of the words that this end writes and waits for, in traces."""
+        self._stream = words_of(device, stream, self._own)
+
+    def say(self, number: int) -> None:
+        """Write the number of a step where the stream comes to it.
+
+        Raises:
+            RuntimeError: CUDA's driver refuses it.
+
+        """
+        step_trace.note(Event.WORD, "write", self._names[0], number)
+        self._stream.write(self._own, number % VALUES)
+
+    def tell(self, address: int, number: int) -> None:
+        """Write the number of a step to another word, of locked memory of the host, as `say` does.
+
+        Raises:
+            RuntimeError: as `say`.
+
+        """
+        step_trace.note(Event.WORD, "write", "computed", number)
+        self._stream.write(address, number % VALUES)
+
+    def wait(self, number: int) -> None:
+        """Make the stream wait until the other end has reached a step, by its number.
+
+        Raises:
+            RuntimeError: as `say`.
+
+        """
+        step_trace.note(Event.WORD, "wait", self._names[1], number)
+        self._stream.wait(self._other, number % VALUES)
 
 
 class StageOutput:

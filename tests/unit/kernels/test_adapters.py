@@ -168,7 +168,7 @@ def test_a_decode_step_adds_them(rank: int, level: str, monkeypatch: pytest.Monk
         step.begin("vec")
         if native_step:
             return step.decoded(layers, hidden, residual)
-        return layers._layer_by_layer(step.positions, hidden, residual)
+        return layers.one_by_one(step.positions, hidden, residual)
 
     plain = outputs([-1] * step.tokens, native_step=True)
     for slots in ([0, -1, 2, 2, 2, 2, 1], [-1, -1, -1, 0, -1, -1, -1], [1] * step.tokens):
@@ -191,7 +191,7 @@ def test_a_step_of_many_requests_adds_them(level: str, monkeypatch: pytest.Monke
     choose(wrapper, slots_of(step.tokens))
     layers, (hidden, residual) = step.made(level), step.inputs(is_first=False)
     step.begin("vec")
-    expected = layers._layer_by_layer(step.positions, hidden, residual)
+    expected = layers.one_by_one(step.positions, hidden, residual)
     step.begin("vec")
     found = step.decoded(layers, hidden, residual)
     assert found is not None
@@ -225,15 +225,15 @@ def test_ranks_of_a_group_add_their_parts(
     hidden, residual = whole.inputs(is_first=False)
     caches = whole.begin("vec")
     alone = whole.made(level)
-    assert alone._decode_step is not None
+    assert alone.decode_step is not None
     contexts = [whole.contexts[layer.self_attn.attn.layer_name] for layer in whole.layers]
     before = [cache.clone() for cache in caches]
     requests = decode_step.StepRequests(whole.positions, whole.slots, whole.lengths, whole.blocks)
     of_tokens = torch.tensor(slots)
-    expected = alone._decode_step._run(
+    expected = alone.decode_step.run(
         [requests], contexts[:1], contexts, hidden, residual, of_tokens
     )
-    without = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
+    without = alone.decode_step.run([requests], contexts[:1], contexts, hidden, residual)
     assert not torch.allclose(expected[0].float(), without[0].float(), **CLOSE)
     calls, kept = [], []
     for own, sums in enumerate(shared(count, native.STEP_TOKENS * HIDDEN)):
@@ -244,10 +244,10 @@ def test_ranks_of_a_group_add_their_parts(
             (metadata, module, cache[:, own : own + 1].contiguous(), places)
             for (metadata, module, _, places), cache in zip(contexts, before, strict=True)
         ]
-        assert made._decode_step is not None
+        assert made.decode_step is not None
         kept.append((made, mine))
         calls.append(
-            partial(made._decode_step._run, [requests], mine[:1], mine, hidden, residual, of_tokens)
+            partial(made.decode_step.run, [requests], mine[:1], mine, hidden, residual, of_tokens)
         )
     for y, total in together(calls):
         torch.testing.assert_close(y.float(), expected[0].float(), **CLOSE)

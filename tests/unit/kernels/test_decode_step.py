@@ -34,6 +34,7 @@ from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.step_route import Reason  # noqa: E402
+from ray_hetero.kernels.step_trace import Event, StepTrace, followed  # noqa: E402
 from ray_hetero.offload.decode import column_pieces  # noqa: E402
 from ray_hetero.offload.decode.mlp_columns import columns_of  # noqa: E402
 from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402
@@ -98,6 +99,8 @@ class Requests:
         # Some tokens count for much: a part that is lost, or weighted wrongly, would show.
         self.keys *= 2
         self.decoder = model(layers, heads=heads, kv_heads=kv_heads, **parts)
+        self.trace = StepTrace()
+        """Events of the last native step."""
         # Filled when a step begins.
         self.contexts: dict[str, Any] = {}
         given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
@@ -123,9 +126,11 @@ class Requests:
 
     def decoded(self, layers: DecoderLayers, hidden: Any, residual: Any) -> Any:
         """Results of the native step of layers for the step that has begun."""
-        assert layers._decode_step is not None
-        contexts = [self.contexts[name] for name in layers._names]
-        return layers._decode_step(contexts, self.positions, hidden, residual)
+        self.trace.clear()
+        with followed(self.trace):
+            found = layers(self.positions, hidden, residual)
+        ((_, *tokens),) = self.trace.of(Event.LAYERS)
+        return found if tokens == [self.tokens, 0, 0] else None
 
     def cache(self, layer: int, isa: str) -> Any:
         """What the requests have written before."""
@@ -180,7 +185,7 @@ def expect_the_same(
 ) -> None:  # fmt: skip
     layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=is_first)
     theirs = requests.begin("vec")
-    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    expected = layers.one_by_one(requests.positions, hidden, residual)
     ours = requests.begin(isa)
     kept = hidden.clone(), None if residual is None else residual.clone()
     found = requests.decoded(layers, hidden, residual)
@@ -399,7 +404,7 @@ def test_attentions_in_front_of_experts(
     layer, _ = known_layers(requests.decoder, linears(requests.decoder), kernel_of(level))
     layers = DecoderLayers([layer], kernel_of(level))
     requests.begin("vec")
-    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    expected = layers.one_by_one(requests.positions, hidden, residual)
     requests.begin("vec")
     found = requests.decoded(layers, hidden, residual)
     assert found is not None
@@ -480,12 +485,12 @@ def test_layers_with_blocks_of_their_own(parts: int, monkeypatch: pytest.MonkeyP
         assert requests.contexts[first][0] is not changed
 
     begin()
-    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    expected = layers.one_by_one(requests.positions, hidden, residual)
     begin()
     found = requests.decoded(layers, hidden, residual)
     assert found is not None
     if parts:
-        assert layers.shared._columns.steps == 1
+        assert requests.trace.of(Event.SHARE) == [(parts,)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **CLOSE)
 
@@ -603,13 +608,13 @@ def test_a_token_without_a_place_is_not_written(monkeypatch: pytest.MonkeyPatch)
     ],
     ids=lambda change: next(iter(change or {"": ""})) if isinstance(change, dict) else "",
 )
-def test_another_step_is_computed_layer_by_layer(
+def test_another_step_is_computedone_by_one(
     change: dict[str, Any], instead: Reason | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = Requests(monkeypatch, [40, 41])
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     requests.begin("vec", **change)
-    monkeypatch.setattr(layers, "_layer_by_layer", lambda *given: given)
+    monkeypatch.setattr(layers, "one_by_one", lambda *given: given)
     layer_tokens.take()
     layers(requests.positions, hidden, residual)
     counted = LayerTokens(by_operators=2 * LAYERS, instead=instead)
@@ -620,7 +625,7 @@ def test_a_dummy_run_and_more_tokens_than_a_step_are_too(monkeypatch: pytest.Mon
     requests = Requests(monkeypatch, [40] * (native.STEP_TOKENS + 1))
     layers, (hidden, residual) = requests.made(), requests.inputs(is_first=True)
     requests.begin("vec")
-    monkeypatch.setattr(layers, "_layer_by_layer", lambda *given: given)
+    monkeypatch.setattr(layers, "one_by_one", lambda *given: given)
     layer_tokens.take()
     layers(requests.positions, hidden, residual)
     assert layer_tokens.take() == LayerTokens(by_operators=(native.STEP_TOKENS + 1) * LAYERS)
@@ -640,7 +645,7 @@ def test_a_dummy_run_and_more_tokens_than_a_step_are_too(monkeypatch: pytest.Mon
 def test_an_attention_that_does_more_is_vllms(
     impl: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Requests(monkeypatch, [40], impl=impl).made()._decode_step is None
+    assert Requests(monkeypatch, [40], impl=impl).made().decode_step is None
 
 
 def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from ray_hetero.kernels.experts.expert_layers import (  # noqa: E402
     unsuited,
     unsuited_activation,
 )
-from ray_hetero.kernels.experts.plain_experts import PlainExperts  # noqa: E402
+from ray_hetero.kernels.experts.experts_one_by_one import PlainExperts  # noqa: E402
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS  # noqa: E402
 

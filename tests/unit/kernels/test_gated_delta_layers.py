@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +27,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata  # noqa: E4
 from ray_hetero.compat.models import gated_delta  # noqa: E402
 from ray_hetero.kernels.formats.base import BLOCK  # noqa: E402
 from ray_hetero.kernels.layers import gated_delta_layers, layer_tokens  # noqa: E402
-from ray_hetero.kernels.layers.gated_delta_fusion import gated_delta_layer_of  # noqa: E402
-from ray_hetero.kernels.layers.gated_delta_layers import GatedDeltaLayer  # noqa: E402
+from ray_hetero.kernels.layers.kinds import LayerOperator, operator_of  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.offload import layer_fusion  # noqa: E402
 
@@ -151,13 +149,13 @@ class Step:
         )
         return linears(held)
 
-    def made(self, level: str = BEST, kernel: StreamingLinear | None = None) -> GatedDeltaLayer:
+    def made(self, level: str = BEST, kernel: StreamingLinear | None = None) -> LayerOperator:
         kernel = kernel or StreamingLinear(native, level_of(level))
-        found = gated_delta_layer_of(self.model, self.layer, self.linears, kernel)
-        assert isinstance(found, tuple), found
-        has_mlp = found[0].parts.behind.down is not None
-        assert found[1] is (None if has_mlp else self.layer.mlp)
-        return found[0]
+        found = operator_of(self.model, self.layer, self.linears, kernel)
+        assert isinstance(found, LayerOperator), found
+        has_mlp = found.parts.behind.down is not None
+        assert found.rest is (None if has_mlp else self.layer.mlp)
+        return found
 
     def states(self) -> tuple[Any, Any]:
         return self.inputs.clone(), self.heads.clone()
@@ -175,14 +173,17 @@ class Step:
 
 
 @pytest.fixture(autouse=True)
-def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """vLLM's forward context."""
     found = SimpleNamespace(no_compile_layers={}, attn_metadata=None, slot_mapping={})
     for module in (gated_delta_layers, gdn_attention):
         monkeypatch.setattr(module, "get_forward_context", lambda: found)
-    before = len(gated_delta_layers._layers)
-    yield found
-    del gated_delta_layers._layers[before:]
+    return found
+
+
+def positions_of(step: Step) -> Any:
+    """Positions of a step's tokens, none of which counts."""
+    return torch.arange(step.tokens)
 
 
 def begin(step: Step, context: SimpleNamespace) -> None:
@@ -202,7 +203,7 @@ def expect_vllms(
     kept = step.hidden.clone(), step.residual.clone()
     layer = step.made(level)
     layer_tokens.take()
-    given, total = layer(step.hidden, residual)
+    given, total = layer(positions_of(step), step.hidden, residual)
     assert layer_tokens.take().native == step.tokens
     assert torch.equal(step.hidden, kept[0])
     assert torch.equal(step.residual, kept[1])
@@ -274,7 +275,7 @@ def test_rows_behind_the_steps_tokens_have_no_state(context: SimpleNamespace) ->
     assert gated_delta.states_of_tokens(step.metadata, 4).tolist() == [4, 6, 0, 0]
     begin(step, context)
     before = step.states()
-    step.made()(step.hidden, step.residual)
+    step.made()(positions_of(step), step.hidden, step.residual)
     for one, old in zip(step.states(), before, strict=True):
         changed = (one != old).flatten(1).any(1).nonzero().flatten()
         assert changed.tolist() == [4, 6]
@@ -296,7 +297,7 @@ def test_a_state_is_carried_from_step_to_step(context: SimpleNamespace) -> None:
     step.restore(before)
     layer = step.made()
     for given, total in expected:
-        found = layer(step.hidden, step.residual)
+        found = layer(positions_of(step), step.hidden, step.residual)
         torch.testing.assert_close(found[0].float(), given.float(), rtol=2**-4, atol=2**-4)
         assert torch.equal(found[1], total) or torch.allclose(
             found[1].float(), total.float(), **CLOSE
@@ -314,7 +315,7 @@ def test_results_depend_on_no_number_of_threads(context: SimpleNamespace) -> Non
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             step.restore(before)
-            found.append((*layer(step.hidden, step.residual), *step.states()))
+            found.append((*layer(positions_of(step), step.hidden, step.residual), *step.states()))
     finally:
         torch.set_num_threads(threads)
     for one in found[1:]:
@@ -335,7 +336,7 @@ def test_other_steps_are_vllms(
         kept = step.hidden.clone(), step.residual.clone()
         layer = step.made()
         layer_tokens.take()
-        given, total = layer(step.hidden, residual)
+        given, total = layer(positions_of(step), step.hidden, residual)
         assert layer_tokens.take().by_operators == 2
         found = (step.layer.mlp(given) if has_experts else given), total
         for one, other in zip(found, expected, strict=True):
@@ -345,7 +346,7 @@ def test_other_steps_are_vllms(
     # A run before there are states.
     context.attn_metadata = None
     del step.delta.kv_cache
-    assert layer(step.hidden, None)[0].shape == step.hidden.shape
+    assert layer(positions_of(step), step.hidden, None)[0].shape == step.hidden.shape
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
@@ -353,12 +354,12 @@ def test_layers_of_a_model_become_operators(has_experts: bool, context: SimpleNa
     step = Step([4, 6], has_experts=has_experts)
     begin(step, context)
     before = step.states()
-    expected = step.made()(step.hidden, step.residual)
+    expected = step.made()(positions_of(step), step.hidden, step.residual)
     step.restore(before)
     model = torch.nn.Sequential(step.model)
     assert layer_fusion.fuse(model, step.linears, StreamingLinear(native)) == 1
     (one,) = step.model.layers
-    assert type(one).__name__ == "GatedDeltaRun"
+    assert type(one).__name__ == "ResidualAttention"
     assert one.mlp is (step.layer.mlp if has_experts else None)
     # vLLM's model asks its first layer.
     assert step.model.use_sequence_parallel is False
@@ -375,7 +376,7 @@ def test_ranks_of_a_group_add_up_what_their_heads_give(
     whole = Step([4, 6], heads=(2, 4), has_experts=has_experts)
     begin(whole, context)
     before = whole.states()
-    expected = whole.made()(whole.hidden, whole.residual)
+    expected = whole.made()(positions_of(whole), whole.hidden, whole.residual)
     threads, ranks = Threads(2), []
     for own, sums in enumerate(sums_of(2)):
         rank = part_of(whole, before, own)
@@ -386,7 +387,8 @@ def test_ranks_of_a_group_add_up_what_their_heads_give(
         context.attn_metadata[rank.delta.prefix] = rank.metadata
         ranks.append((rank, rank.made(kernel=kernel)))
     found = threads.run(
-        [lambda one=one: one[1](one[0].hidden, one[0].residual) for one in ranks]
+        [lambda one=one: one[1](positions_of(one[0]), one[0].hidden, one[0].residual)
+         for one in ranks]
     )  # fmt: skip
     for one in found:
         if isinstance(one, Exception):
@@ -488,7 +490,7 @@ def test_states_that_vllm_keeps_otherwise_are_left_to_it(
     ):
         step.delta.kv_cache = states
         layer_tokens.take()
-        layer(step.hidden, step.residual)
+        layer(positions_of(step), step.hidden, step.residual)
         taken = layer_tokens.take()
         assert (taken.by_operators, taken.instead) == (2, "unknown_attention")
 
@@ -498,7 +500,7 @@ def test_layers_and_states_that_do_not_fit_are_refused(context: SimpleNamespace)
     begin(step, context)
     layer = step.made()
     with pytest.raises(ValueError, match=f"a state below {STATES}, got {STATES} for request 0"):
-        layer(step.hidden, step.residual)
+        layer(positions_of(step), step.hidden, step.residual)
     given = described(layer.parts)
     for wrong, why in (
         ({"heads": (2, 5, 32, 64, False)}, "value heads"),

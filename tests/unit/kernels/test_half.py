@@ -216,7 +216,7 @@ def test_a_rank_takes_the_level_of_its_models_type() -> None:
     config = CpuConfig(linear_kernel="streaming", compact_weights=True)
     for dtype, name in ((torch.float16, BEST), (torch.bfloat16, native.levels()[-1].name)):
         layers = LinearLayers(config, None, 64, dtype=dtype)
-        kernel = layers._kernel
+        kernel = layers.kernel
         assert kernel is not None
         assert (kernel.dtype, kernel.level.name) == (dtype, name)
         layer = torch.nn.Module()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import socket
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,8 +48,9 @@ from ray_hetero.compat.models import latent_attention  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
-from ray_hetero.kernels.layers import latent_fusion, latent_layers, layer_tokens  # noqa: E402
-from ray_hetero.kernels.layers.latent_layers import LatentLayer, LatentShape  # noqa: E402
+from ray_hetero.kernels.layers import latent_heads, latent_layers, layer_tokens  # noqa: E402
+from ray_hetero.kernels.layers.kinds import LayerOperator, operator_of  # noqa: E402
+from ray_hetero.kernels.layers.latent_heads import LatentShape  # noqa: E402
 from ray_hetero.kernels.linear.quantised_linear import BlockFloats, StreamedBlockFloats  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.offload import layer_fusion  # noqa: E402
@@ -305,12 +305,12 @@ class Step:
         """What vLLM's forward context gives."""
         return self.metadata, self.wrapper.mla_attn, self.cache, self.slots
 
-    def made(self, level: str = BEST) -> LatentLayer:
+    def made(self, level: str = BEST) -> LayerOperator:
         kernel = StreamingLinear(native, level_of(level))
-        found = latent_fusion.latent_layer_of(self.model, self.layer, linears(self.model), kernel)
-        assert isinstance(found, tuple), found
-        assert found[1] is self.layer.mlp
-        return found[0]
+        found = operator_of(self.model, self.layer, linears(self.model), kernel)
+        assert isinstance(found, LayerOperator), found
+        assert found.rest is self.layer.mlp
+        return found
 
     def reference(self, residual: Any) -> tuple[Any, Any, Any]:
         """What the MLP is given, the residual, and what the tokens add to the cache.
@@ -373,14 +373,11 @@ def normed(x: Any, norm: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def contexts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What vLLM's forward context gives, by name of a layer."""
     found: dict[str, Any] = {}
     monkeypatch.setattr(latent_layers, "get_attention_context", found.__getitem__)
-    latent_layers._step.clear()
-    before = len(latent_layers._layers)
-    yield found
-    del latent_layers._layers[before:]
+    return found
 
 
 def expect_the_reference(
@@ -469,7 +466,7 @@ def test_weights_of_heads_are_those_of_the_checkpoint_bit_by_bit(
     )  # fmt: skip
     plain = exact(blocks).bfloat16().view(shape.heads, -1, shape.latent)
     assert torch.equal(plain.view(rows, -1), Fp8Weight.expanded(blocks.codes))
-    keys, values = latent_fusion.head_codes(blocks, shape)
+    keys, values = latent_heads.head_codes(blocks, shape)
     expected = plain[:, : shape.plain].transpose(1, 2).reshape(-1, shape.plain)
     for codes, weight in ((keys, expected), (values, plain[:, shape.plain :].reshape(
         -1, shape.latent
@@ -483,7 +480,7 @@ def test_weights_of_heads_are_those_of_the_checkpoint_bit_by_bit(
 def test_scales_of_large_blocks_are_shared_by_outputs() -> None:
     shape = SHAPES["as published"]
     blocks = in_blocks(torch.randn(4 * 256, 512), 128, 128)
-    keys, values = latent_fusion.head_codes(blocks, shape)
+    keys, values = latent_heads.head_codes(blocks, shape)
     assert keys.layout.is_uniform
     assert values.layout.is_uniform
     assert (keys.group, keys.groups, values.group) == (128, 1, 128)
@@ -625,12 +622,12 @@ def rank_of(whole: Step, own: int, sums: Any) -> Step:
     return part
 
 
-def layer_of_rank(part: Step, sums: Any) -> LatentLayer:
+def layer_of_rank(part: Step, sums: Any) -> LayerOperator:
     kernel = StreamingLinear(native, level_of(BEST))
     kernel.sums = sums
-    found = latent_fusion.latent_layer_of(part.model, part.layer, linears(part.model), kernel)
-    assert isinstance(found, tuple), found
-    return found[0]
+    found = operator_of(part.model, part.layer, linears(part.model), kernel)
+    assert isinstance(found, LayerOperator), found
+    return found
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -749,7 +746,7 @@ def test_layers_of_a_model_become_operators(contexts: dict[str, Any]) -> None:
     model = torch.nn.Sequential(step.model)
     assert layer_fusion.fuse(model, linears(step.model), kernel) == 1
     (one,) = step.model.layers
-    assert type(one).__name__ == "LatentAttentionRun"
+    assert type(one).__name__ == "ResidualAttention"
     assert one.mlp is step.layer.mlp
     hidden, total = one(step.positions, step.hidden, step.residual, None)
     assert torch.equal(total, expected[1])
@@ -850,7 +847,7 @@ def test_requests_and_layers_that_do_not_fit_are_refused() -> None:
         "sum": step.hidden.data_ptr(), "level": level_of(BEST),
     }  # fmt: skip
     with pytest.raises(ValueError, match="a position"):
-        layer._native.run(**given)
+        layer.native.run(**given)
 
 
 def described(parts: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import decoder_parts  # noqa: E402
-from decoder_parts import Product, known_layers  # noqa: E402
+from decoder_parts import Product, attends, known_layers  # noqa: E402
 from native_module import BETWEEN_PRODUCTS, LEVELS, native, needs_native  # noqa: E402
 from stored_codes import made  # noqa: E402
 from test_decode_step import (  # noqa: E402
@@ -62,7 +62,7 @@ def expect_the_same(requests: Requests, *, isa: str = "vec", level: str = BEST) 
     """A step is what layers are one by one, with vLLM's attention."""
     layers, (hidden, residual) = requests.made(level), requests.inputs(is_first=False)
     theirs = requests.begin("vec")
-    expected = layers._layer_by_layer(requests.positions, hidden, residual)
+    expected = layers.one_by_one(requests.positions, hidden, residual)
     ours = requests.begin(isa)
     expect_close(requests.decoded(layers, hidden, residual), expected, CLOSE)
     for mine, vllms in zip(ours, theirs, strict=True):
@@ -74,9 +74,9 @@ def expect_the_same(requests: Requests, *, isa: str = "vec", level: str = BEST) 
 def in_steps_of_few(requests: Requests, layers: DecoderLayers, hidden: Any, residual: Any) -> Any:
     """The same requests, a token each, in several steps."""
     requests.begin("vec")
-    step = layers._decode_step
+    step = layers.decode_step
     assert step is not None
-    contexts = [requests.contexts[name] for name in layers._names]
+    contexts = [requests.contexts[attends(layer).layer_name] for layer in requests.layers]
     found = []
     for begin in range(0, requests.tokens, native.FEW_TOKENS):
         some = slice(begin, begin + native.FEW_TOKENS)
@@ -84,7 +84,7 @@ def in_steps_of_few(requests: Requests, layers: DecoderLayers, hidden: Any, resi
             requests.positions[some], requests.slots[some], requests.lengths[some],
             requests.blocks[some],
         )  # fmt: skip
-        found.append(step._run([own], contexts[:1], contexts, hidden[some], residual[some]))
+        found.append(step.run([own], contexts[:1], contexts, hidden[some], residual[some]))
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 

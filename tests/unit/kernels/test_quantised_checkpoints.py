@@ -122,8 +122,8 @@ def test_layers_compute_with_the_checkpoints_weights(
     with set_current_vllm_config(config):
         request.getfixturevalue("_one_rank")
         model = get_model(vllm_config=config)
-    assert layers._kernel is not None
-    held = list(layers._kernel.weights.values())
+    assert layers.kernel is not None
+    held = list(layers.kernel.weights.values())
     assert f"4 {HELD[name]}" in layers.loaded(model)
     # As planning counts them; norms, and zero points and indices that say nothing, are not held.
     planned = shape_of(quantised, "bfloat16", "auto").layers[0].nbytes

@@ -333,11 +333,11 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
     hidden, residual = whole.inputs(is_first=False)
     caches = whole.begin("vec")
     alone = whole.made(level)
-    assert alone._decode_step is not None
+    assert alone.decode_step is not None
     contexts = [whole.contexts[layer.self_attn.attn.layer_name] for layer in whole.layers]
     before = [cache.clone() for cache in caches]
     requests = decode_step.StepRequests(whole.positions, whole.slots, whole.lengths, whole.blocks)
-    expected = alone._decode_step._run([requests], contexts[:1], contexts, hidden, residual)
+    expected = alone.decode_step.run([requests], contexts[:1], contexts, hidden, residual)
     calls, kept, written = [], [], []
     for own, sums in enumerate(shared(count, native.STEP_TOKENS * decoder_parts.HIDDEN)):
         kernel = StreamingLinear(native, level_of(level))
@@ -349,9 +349,9 @@ def test_a_decode_step_of_ranks_gives_what_one_rank_gives(
             (made, module, cache, slots)
             for (made, module, _, slots), cache in zip(contexts, mine, strict=True)
         ]
-        assert layers._decode_step is not None
+        assert layers.decode_step is not None
         kept.append(layers)
-        step = partial(layers._decode_step._run, [requests], given[:1], given, hidden, residual)
+        step = partial(layers.decode_step.run, [requests], given[:1], given, hidden, residual)
         calls.append(step)
         written.append(mine)
     found = together(calls)

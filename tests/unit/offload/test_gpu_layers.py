@@ -190,7 +190,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_attention_to_the_cores(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(gpu_layers, "attend", fail)
-    monkeypatch.setattr(steps.made, "_layer_by_layer", lambda *given: given)
+    monkeypatch.setattr(steps.made, "one_by_one", lambda *given: given)
     positions, hidden = steps.begin([(steps.request(40), 0, 40)])
     layer_tokens.take()
     for _ in range(2):

@@ -82,7 +82,7 @@ def test_what_fails_while_weights_are_asked_for_is_told_to_all_ranks(
         # The cores compute this step, and all others.
         shared = decoding.step()
         assert decoding.step() == shared
-        assert all(rank.made._decode_step.shared is None for rank in decoding.steps.ranks)
+        assert all(rank.made.shared is None for rank in decoding.steps.ranks)
         return
     first, other = decoding.fails()
     assert first is error

@@ -153,14 +153,13 @@ def test_a_gpu_that_runs_out_of_memory_ends_it_on_all_ranks(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(gpu_layers, "attend", fail)
-    monkeypatch.setattr(DecoderLayers, "_layer_by_layer", lambda self, *given: given[1:])
+    monkeypatch.setattr(DecoderLayers, "one_by_one", lambda self, *given: given[1:])
     request = steps.request(80)
     for _ in range(2):
         for hidden, residual in steps.step((request, 0, 40)):
             assert len(hidden) == 40
             assert residual is None
     assert on_gpu == [40]
-    assert all(rank.made._on_gpu is None for rank in steps.ranks)
     assert caplog.text.count("from now on the cores of its group's ranks compute them") == 2
 
 
@@ -221,7 +220,7 @@ def test_caches_that_cannot_be_mapped_leave_prompts_to_the_cores_of_all(
 ) -> None:
     steps = GroupSteps(monkeypatch, is_shared=False)
     steps.join()
-    monkeypatch.setattr(DecoderLayers, "_layer_by_layer", lambda self, *given: given[1:])
+    monkeypatch.setattr(DecoderLayers, "one_by_one", lambda self, *given: given[1:])
     for _ in range(2):
         found = steps.step((steps.request(40), 0, 40))
         assert not [one for one in found if isinstance(one, Exception)]
@@ -467,7 +466,7 @@ def test_columns_that_a_gpu_has_no_memory_for_are_computed_by_all_ranks(
     assert asked(columns) == [10, 10]
     assert caplog.text.count("from now on the cores compute all") == 2
     assert "on the first rank of this group" in caplog.text
-    assert all(rank.made._decode_step.shared is None for rank in steps.ranks)
+    assert all(rank.made.shared is None for rank in steps.ranks)
     steps.check((request, 4, 6))
 
 
@@ -546,7 +545,7 @@ def test_without_memory_of_the_gpu_all_ranks_decode_alone(
     steps.check((request, 0, 3))
     steps.check((request, 3, 4))
     assert caplog.text.count("from now on the cores compute all") == 2
-    assert all(rank.made._decode_step.shared is None for rank in steps.ranks)
+    assert all(rank.made.shared is None for rank in steps.ranks)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

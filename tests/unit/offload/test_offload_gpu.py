@@ -116,7 +116,7 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
         fetch(self, piece)
 
     monkeypatch.setattr(PieceReader, "fetch", fetch_and_count)
-    pieces = sum(len(found) for found in gpu._pieces.values())
+    pieces = sum(map(len, gpu.pieces))
     slots = gpu.reader.slots
     assert slots < pieces
 
@@ -129,14 +129,14 @@ def test_each_piece_is_read_once_a_step_and_ahead(monkeypatch: pytest.MonkeyPatc
     assert len(set(fetched)) == pieces
     # The order is known now: what the first layer needs is there before it is asked for.
     list(step())
-    own = [placed.piece for one in packed for placed in gpu._pieces[one.data_ptr()]]
+    own = [placed.piece for found in gpu.pieces for placed in found]
     places = {(piece.weight.data_ptr(), piece.begin): number for number, piece in enumerate(own)}
     for _ in range(3):
         fetched.clear()
         counts = list(step())
         # Where a piece is larger than what is left of the memory, one less is ahead.
         assert abs(counts[-1] - pieces) <= 1
-        first = len(gpu._pieces[packed[0].data_ptr()])
+        first = len(gpu.pieces[0])
         assert abs(counts[0] - first) <= 1
         order = [places[one] for one in fetched]
         assert order == [(order[0] + number) % pieces for number in range(len(order))]
@@ -165,7 +165,7 @@ def test_a_piece_is_expanded_before_the_products_of_the_one_before(
 
     step()
     monkeypatch.setattr(PieceReader, "_expand", expand_and_note)
-    own = [placed.piece for one in packed for placed in gpu._pieces[one.data_ptr()]]
+    own = [placed.piece for found in gpu.pieces for placed in found]
     step()
     # Nobody has known what comes behind the last piece.
     assert expanded[:3] == own[:3]
@@ -274,8 +274,8 @@ def test_what_is_taken_is_what_is_counted(
 
 
 def test_there_are_not_more_slots_than_pieces() -> None:
-    gpu, packed = prompt_gpu([weights()[0][:1024]], 4096)
-    assert gpu.reader.slots == len(gpu._pieces[packed[0].data_ptr()]) == 4 < SLOTS
+    gpu, _ = prompt_gpu([weights()[0][:1024]], 4096)
+    assert gpu.reader.slots == len(gpu.pieces[0]) == 4 < SLOTS
     assert slots_within(10, 20, 3) == 1
 
 

@@ -142,9 +142,9 @@ def test_the_next_prompt_finds_its_first_pieces(monkeypatch: pytest.MonkeyPatch)
     ahead = Prefetcher(gpu)
 
     def asked_for() -> list[Piece]:
-        del copies.copied[:]
-        begin_ahead(ahead, step({}))
-        return list(copies.copied)
+        with copies.traced():
+            begin_ahead(ahead, step({}))
+        return copies.copied
 
     for tokens in (PROMPT, PROMPT, 1, 1, 1):
         copies.of_step(tokens)
@@ -169,7 +169,8 @@ def test_before_the_first_prompt_nothing_is_known(monkeypatch: pytest.MonkeyPatc
     copies = CopiedPieces(monkeypatch, 1000, most=512, columns=12)
     gpu = copies.steps.made.gpu
     assert gpu is not None
-    gpu.read_ahead()
+    with copies.traced():
+        gpu.read_ahead()
     assert not copies.copied
     copies.of_step(PROMPT)
 
@@ -182,8 +183,8 @@ def test_what_went_wrong_before_is_left_to_the_step(monkeypatch: pytest.MonkeyPa
         copies.of_step(tokens)
     with gpu.leaving_shortage():
         raise torch.OutOfMemoryError("no memory")
-    copies.copied.clear()
-    gpu.read_ahead()
+    with copies.traced():
+        gpu.read_ahead()
     assert not copies.copied
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         gpu.settle()

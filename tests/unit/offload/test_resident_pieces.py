@@ -93,7 +93,7 @@ def test_a_piece_on_its_way_is_waited_for_before_a_prompt(monkeypatch: pytest.Mo
     kept.of_step(150)
     for _ in range(2):
         kept.of_step(1)
-    reader = kept.columns._gpu.reader
+    reader = kept.reader
     waited: list[Any] = []
 
     class Noting:
@@ -175,7 +175,7 @@ def test_what_was_measured_with_is_freed_at_once(monkeypatch: pytest.MonkeyPatch
     for _ in range(6):
         kept.of_step(1)
     columns, piece = weakref.ref(kept.columns), weakref.ref(kept.of_layers[0][0])
-    reader = kept.columns._gpu.reader
+    reader = kept.reader
     assert len(reader.kept._known) == 1
     # Where the CPU is the GPU, what is repeated is a method; in a CUDA graph nothing is left of it.
     kept.columns.graphs._graphs.clear()
@@ -186,7 +186,7 @@ def test_what_was_measured_with_is_freed_at_once(monkeypatch: pytest.MonkeyPatch
     reader.lend(object())
     gc.disable()
     try:
-        kept.steps.shared = kept.steps.made.shared = None
+        kept.steps.shared = kept.steps.made.shared = kept.steps.columns = None
         assert columns() is None
         assert len(reader.kept._known) == 1
         for slot in reader.all_slots:
@@ -201,7 +201,7 @@ def test_rows_of_embeddings_go_to_none_of_it(monkeypatch: pytest.MonkeyPatch) ->
     (step,) = [kept.columns._pieces_of(CpuBlocks(4))]
     assert kept.columns._is_whole(step)
     # These are sent in decode steps of many requests too.
-    rows = kept.columns._gpu.memory.embedded._there
+    rows = kept.steps.kernel.gpu.memory.embedded._there
     assert rows is not None
     begin, end = rows.data_ptr(), rows.data_ptr() + rows.nbytes
     idle = kept.columns._idle(step)
@@ -226,7 +226,7 @@ def test_pieces_expanded_ahead_come_once_where_a_layer_does_not_fit(
     assert set(copied.values()) <= {5, 6, 7}
     # Nor is a measured step captured: its pieces wait for what the stream was given before.
     kept.shared.prepare(1, 12)
-    assert not kept.columns.graphs._graphs
+    assert not kept.columns.graphs.kinds
     assert kept.columns.graphs.replayed == 0
 
 
@@ -236,7 +236,7 @@ def test_short_prompts_take_the_place_of_few(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(6):
         kept.of_step(1)
     pieces = {piece for layer in kept.of_layers for piece in layer}
-    reader = kept.columns._gpu.reader
+    reader = kept.reader
 
     def there() -> set[Piece]:
         return {piece for piece in pieces if reader.kept.has(piece)}

@@ -92,7 +92,7 @@ def test_columns_of_all_layers(
                       for request, end in ((one, 66), (other, 30), (third, 9))))  # fmt: skip
     assert layer_tokens.take().native == 9 * LAYERS
     assert steps.shared is not None
-    assert steps.shared._columns.steps == 3
+    assert steps.columns.steps == 3
 
 
 @pytest.mark.parametrize("parts", [9, 21])
@@ -174,9 +174,9 @@ def test_more_tokens_than_a_shared_step_has(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps.shared is not None
     request = steps.request(5)
     steps.check((request, 0, 3))
-    assert steps.shared._columns.steps == 0
+    assert steps.columns.steps == 0
     steps.check((request, 3, 5))
-    assert steps.shared._columns.steps == 1
+    assert steps.columns.steps == 1
 
 
 def test_without_memory_of_the_gpu_the_cores_compute_the_step(
@@ -244,7 +244,7 @@ def test_columns_that_do_not_come_are_an_error(
     write = stream_words.OfHost.write
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
     assert steps.shared is not None
-    never = getattr(steps.shared._columns._own, missing)
+    never = getattr(steps.columns._own, missing)
 
     def write_others(self: Any, address: int, number: int) -> None:
         if address != never:
@@ -297,7 +297,7 @@ def test_a_driver_that_refuses_to_wait_leaves_all_to_the_cores(
 def test_words_go_round(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts)
     assert steps.shared is not None
-    given = steps.shared._columns
+    given = steps.columns
     assert given is not None
     words = given._own.words.view(torch.uint32)
     request = steps.request(6)
@@ -330,9 +330,9 @@ def test_some_columns_are_left_for_both(kept: int, monkeypatch: pytest.MonkeyPat
 def test_a_step_of_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, layers=2, columns=8)
     assert steps.shared is not None
-    assert steps.shared._columns is not None
+    assert steps.columns is not None
     monkeypatch.setattr(mlp_columns.MlpColumnOffload, "of_step", lambda *given: nullcontext())
-    steps.shared._columns.native.room = 1
+    steps.columns.native.room = 1
     requests = [steps.request(1) for _ in range(2)]
     positions, hidden = steps.begin([(one, 0, 1) for one in requests])
     with pytest.raises(ValueError, match="at most 1 tokens, for which there is room, got 2"):

@@ -92,7 +92,7 @@ def settled(
         cache.zero_()  # vLLM's attention multiplies what was never written by nought
     kernel, gpu = steps.kernel, steps.kernel.gpu
     layers = [linears_of(layer) for layer in steps.known]
-    left = slow_rounds * sum(map(len, gpu._pieces.values()))
+    left = slow_rounds * sum(map(len, gpu.pieces))
 
     def is_slow() -> bool:
         nonlocal left
@@ -136,7 +136,7 @@ def test_prompts_below_the_crossing_stay_on_the_cores(
     cores, link = map(float, figures.groups())
     assert cores >= 1e3 * CORES_S
     # Of what a round uses, one piece more may have come at the end of the round before.
-    pieces = sum(map(len, steps.kernel.gpu._pieces.values()))
+    pieces = sum(map(len, steps.kernel.gpu.pieces))
     assert link >= 1e3 * CORES_S * SLOW * (1 - 1 / pieces)
     assert least - threshold.MULTIPLE - 1 < 128 * link / cores < least + 1  # they are rounded
     assert "nvidia-smi -q, lspci -vv" in warning

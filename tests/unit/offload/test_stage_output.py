@@ -38,7 +38,7 @@ from ray_hetero.distributed.stage_boundary import StageBoundary, Staging  # noqa
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.step_route import StepLimits, StepRoute  # noqa: E402
 from ray_hetero.offload.group import group_layers  # noqa: E402
-from ray_hetero.offload.prefill import kv_transfer, row_words, stage_output  # noqa: E402
+from ray_hetero.offload.prefill import kv_transfer, stage_output  # noqa: E402
 from ray_hetero.offload.prefill.stage_output import GpuOffer, StageOutput, accept  # noqa: E402
 
 current_platform.import_kernels()
@@ -116,7 +116,7 @@ def test_streams_wait_for_what_is_sent_before_it_is_computed(
     monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
     stage = Stage(monkeypatch, waits=True)
-    gpu = stage.output._gpu
+    gpu = stage.steps.made.gpu
     order: list[str] = []
     wait = gpu.wait
     monkeypatch.setattr(gpu, "wait", lambda: (order.append("wait"), wait())[1])
@@ -149,7 +149,7 @@ def test_a_stage_waits_for_its_turn_on_the_gpu(
 ) -> None:
     monkeypatch.setattr(stage_output, "turns_from", lambda gpu: 40)
     stage = Stage(monkeypatch, waits=True)
-    gpu = stage.output._gpu
+    gpu = stage.steps.made.gpu
     products: list[int] = []
     product = gpu.product
     monkeypatch.setattr(
@@ -209,14 +209,14 @@ def test_a_stage_that_gets_no_turn_says_so(monkeypatch: pytest.MonkeyPatch, memo
 def test_a_driver_that_refuses_words_has_both_ranks_wait(
     refuses: str, monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
-    words_of, calls = row_words.words_of, iter(("receiver", "sender"))
+    words_of, calls = stage_output.words_of, iter(("receiver", "sender"))
 
     def refuse(*given: Any) -> Any:
         if next(calls) == refuses:
             raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
         return words_of(*given)
 
-    monkeypatch.setattr(row_words, "words_of", refuse)
+    monkeypatch.setattr(stage_output, "words_of", refuse)
     output = StageOutput(SimpleNamespace(device=CPU, computing=None))  # type: ignore[arg-type]
     offer = output.offer(PACKING, CAPACITY)
     assert offer is not None
@@ -263,7 +263,7 @@ def test_a_message_goes_ahead_of_keys_and_values_where_no_turns_are_taken(
 ) -> None:
     monkeypatch.setattr(stage_output, "turns_from", lambda gpu: turns_from)
     stage = Stage(monkeypatch, waits=True)
-    gpu, done = stage.output._gpu, list[str]()
+    gpu, done = stage.steps.made.gpu, list[str]()
     note_writes(stage.steps.layers, done, gpu)
     for name in ("sent", "settle"):
         monkeypatch.setattr(stage.output, name, noted(getattr(stage.output, name), name, done))
@@ -438,7 +438,7 @@ def test_a_boundary_sends_what_stays_by_a_message_that_says_so(
         raise UnsupportedError("CUDA's driver refuses a stream memory operation (CUresult 801)")
 
     if not waits:
-        monkeypatch.setattr(row_words, "words_of", refuse)
+        monkeypatch.setattr(stage_output, "words_of", refuse)
     monkeypatch.setattr(linking.dist, "get_rank", lambda: 0)
     # The receiver's terms, but for locked pages, are those of a rank on a GPU.
     monkeypatch.setattr(linking.Terms, "is_on_gpu", True)

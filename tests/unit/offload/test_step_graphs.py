@@ -44,7 +44,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def needed(kept: KeptColumns) -> set[Piece]:
     """Pieces that a step copies once some stay."""
-    reader = kept.columns._gpu.reader
+    reader = kept.reader
     return {piece for layer in kept.of_layers for piece in layer if not reader.kept.has(piece)}
 
 
@@ -70,13 +70,13 @@ def test_each_copies_what_does_not_stay_once(monkeypatch: pytest.MonkeyPatch) ->
     again = kept.of_step(1)
     assert graphs.replayed == before + 1
     assert set(again) == every
-    assert len(again) - len(every) == len(kept.columns._gpu.reader.all_slots)
+    assert len(again) - len(every) == len(kept.reader.all_slots)
     assert set(kept.of_step(1)) == needed(kept)
 
 
 def gone(kept: KeptColumns) -> set[Piece]:
     """Pieces whose place a prompt has taken."""
-    reader = kept.columns._gpu.reader
+    reader = kept.reader
     every = {piece for layer in kept.of_layers for piece in layer}
     return {piece for piece in every if reader.kept.slot(piece) and not reader.kept.has(piece)}
 
@@ -99,7 +99,7 @@ def test_the_cores_compute_a_step_whose_pieces_are_on_their_way(
     for tokens in (300, 150):
         kept.of_step(tokens)
         every = {piece for layer in kept.of_layers for piece in layer}
-        reader, taken = columns._gpu.reader, gone(kept)
+        reader, taken = kept.reader, gone(kept)
         assert taken
         replayed, steps = graphs.replayed, columns.steps
         with monkeypatch.context() as patched:
@@ -121,7 +121,7 @@ def test_the_gpu_has_its_part_where_pieces_come_sooner_than_the_cores_are_done(
     kept = decoding(monkeypatch)
     shared, columns = kept.shared, kept.columns
     kept.of_step(300)
-    moving = sum(slot.memory.nbytes for slot in columns._gpu.reader.all_slots)
+    moving = sum(slot.memory.nbytes for slot in kept.reader.all_slots)
     nbytes = moving + sum(piece.weight.nbytes for piece in gone(kept))
     monkeypatch.setattr(columns, "_link_rate", nbytes / 0.1)
     steps = columns.steps
@@ -155,26 +155,25 @@ def test_pieces_come_before_the_step_is_computed(monkeypatch: pytest.MonkeyPatch
     kept = decoding(monkeypatch)
     shared, graphs = kept.shared, kept.columns.graphs
     kept.of_step(300)
-    kept.copied.clear()
-    computing, awaited = kept.columns._gpu.computing, []
-    with monkeypatch.context() as patched:
+    computing, awaited = kept.steps.kernel.gpu.computing, []
+    with monkeypatch.context() as patched, kept.traced():
         patched.setattr(computing, "wait_event", awaited.append)
         assert shared.fetch(1)
-    copied = list(kept.copied)
+    copied = kept.copied
     assert copied
     # Products with them are computed behind their copies.
-    reader = kept.columns._gpu.reader
+    reader = kept.reader
     slots = [*reader.all_slots, *filter(None, map(reader.kept.slot, copied))]
     assert {id(slot.ready) for slot in slots} <= set(map(id, awaited))
-    assert shared.fetch(1)
-    assert kept.copied == copied
+    with kept.traced():
+        assert shared.fetch(1)
+    assert not kept.copied
     replayed = graphs.replayed
     assert set(kept.of_step(1)) == needed(kept)
     assert graphs.replayed == replayed + 1
     # Steps of more tokens have another graph, or none yet, and none is shared of so many.
     assert shared.fetch(2)
     assert not shared.fetch(500)
-    kept.copied.clear()
     # A prompt takes their place again.
     shared.fetch(1)
     kept.of_step(300)
@@ -211,7 +210,7 @@ def test_each_has_memory_of_its_own_where_there_is_enough(monkeypatch: pytest.Mo
     kept.of_step(150)
     for _ in range(2 + PHASES):
         kept.of_step(1)
-    slots = kept.columns._gpu.reader.all_slots
+    slots = kept.reader.all_slots
     assert 0 < len(needed(kept)) <= len(slots)
     for _ in range(PHASES):
         assert not kept.of_step(1)
@@ -233,17 +232,17 @@ def test_one_graph_is_of_several_numbers_of_tokens(
     steps = Steps(monkeypatch, layers=LAYERS, columns=parts, most=512)
     assert steps.shared is not None
     assert steps.kernel.level.has_tiles or not tiles
-    graphs = steps.shared._columns.graphs  # type: ignore[union-attr]
+    graphs = steps.columns.graphs
     decoding = Decoding(steps, *[60] * 8)
     for count in [5, 8, *[7] * PHASES]:
         decoding.step(count)
-    assert (graphs.replayed, len(graphs._graphs)) == (1, PHASES)
+    assert (graphs.replayed, len(graphs.kinds)) == (1, PHASES)
     for number, count in enumerate((8, 5, 6, 7, 6, 5), 2):
         decoding.step(count)
         assert graphs.replayed == number
     decoding.step(4)
     assert graphs.replayed == 7
-    assert {kind.tokens for kind in graphs._graphs} == {8}
+    assert {kind.tokens for kind in graphs.kinds} == {8}
 
 
 @pytest.mark.parametrize("most", [100, 512])
@@ -267,13 +266,13 @@ def test_steps_of_several_kinds_take_turns(parts: int, monkeypatch: pytest.Monke
     shared = steps.shared
     assert shared is not None
     shared.shares = Shares((Share(1, columns=4), Share(2, columns=parts)))
-    graphs = shared._columns.graphs  # type: ignore[union-attr]
+    graphs = steps.columns.graphs
     decoding = Decoding(steps, 150, 120, 130)
     for _ in range(2):
         for count in (1, 2, 3):
             for _ in range(3 + PHASES):
                 decoding.step(count)
-    assert len(graphs._graphs) == 2 * PHASES
+    assert len(graphs.kinds) == 2 * PHASES
     # The kept pieces are those of two parts of all columns in turn.
     replayed = graphs.replayed
     assert replayed >= 2 * 3 * 2
@@ -370,4 +369,4 @@ def test_measured_steps_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.of_step(1)
         assert columns.graphs.replayed == number == len(orders)
     shared.prepare(1, 12)
-    assert len(columns.graphs._graphs) == PHASES
+    assert len(columns.graphs.kinds) == PHASES

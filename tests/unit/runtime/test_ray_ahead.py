@@ -50,7 +50,7 @@ def ahead(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayAhead]:
     monkeypatch.setenv(VARIABLE, started.address)
     yield started
     started.end()
-    started._process.wait(SECONDS)
+    started.process.wait(SECONDS)
 
 
 def claimed() -> OwnedRay:
@@ -62,7 +62,7 @@ def claimed() -> OwnedRay:
 def test_an_engine_owns_the_ray_and_ends_it(ahead: RayAhead, stopped: Path) -> None:
     owned = claimed()
     assert VARIABLE not in os.environ
-    assert (owned.pid, owned.address) == (ahead._process.pid, ADDRESS)
+    assert (owned.pid, owned.address) == (ahead.process.pid, ADDRESS)
     assert owned.processes() == [psutil.Process(owned.pid)]
     # An engine outlives the process that has started it for a moment.
     ahead.end()
@@ -70,14 +70,14 @@ def test_an_engine_owns_the_ray_and_ends_it(ahead: RayAhead, stopped: Path) -> N
     assert not stopped.exists()
     owned.end()
     assert stopped.exists()
-    assert ahead._process.wait(SECONDS) == 0
+    assert ahead.process.wait(SECONDS) == 0
     assert owned.processes() == []
 
 
 def test_it_ends_with_an_engine_that_is_killed(ahead: RayAhead, stopped: Path) -> None:
     owned = claimed()
     owned.connection.close()
-    assert ahead._process.wait(SECONDS) == 0
+    assert ahead.process.wait(SECONDS) == 0
     assert stopped.exists()
 
 
@@ -88,14 +88,14 @@ def test_a_keeper_that_hangs_is_killed(
     os.kill(owned.pid, signal.SIGSTOP)
     monkeypatch.setattr(ray_ahead, "END_SECONDS", 0.2)
     owned.end()
-    assert ahead._process.wait(SECONDS) == -signal.SIGKILL
+    assert ahead.process.wait(SECONDS) == -signal.SIGKILL
 
 
 def test_signals_to_all_processes_of_a_service_leave_it_to_the_engine(ahead: RayAhead) -> None:
     owned = claimed()
     os.kill(owned.pid, signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
-        ahead._process.wait(0.3)
+        ahead.process.wait(0.3)
     assert os.getpgid(owned.pid) != os.getpgid(0)
     assert os.getsid(owned.pid) == os.getsid(0)
     owned.end()
@@ -105,14 +105,14 @@ def test_its_folder_goes_with_it_however_it_ends(ahead: RayAhead) -> None:
     folder = Path(ahead.folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     # As Ray ends it when its head is gone.
-    ahead._process.kill()
+    ahead.process.kill()
     ahead.wait()
     assert not folder.exists()
 
 
 def test_without_an_engine_it_ends_with_its_starter(ahead: RayAhead, stopped: Path) -> None:
     ahead.end()
-    assert ahead._process.wait(SECONDS) == 0
+    assert ahead.process.wait(SECONDS) == 0
     assert stopped.exists()
 
 
@@ -123,7 +123,7 @@ def test_an_engine_starts_its_own_where_the_keeper_has_failed(
     failed = RayAhead()
     monkeypatch.setenv(VARIABLE, failed.address)
     assert OwnedRay.claimed() is None
-    assert failed._process.wait(SECONDS) == 1
+    assert failed.process.wait(SECONDS) == 1
     monkeypatch.setenv(VARIABLE, failed.address)
     assert OwnedRay.claimed() is None
     said = capfd.readouterr()

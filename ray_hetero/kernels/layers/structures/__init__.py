@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_hetero.kernels.layers.structures.base import Calls, LayerModules, Structure
+from ray_hetero.kernels.layers.structures.base import Calls, LayerModules, Structure, is_made_of
 from ray_hetero.kernels.layers.structures.experts import Experts, GptOss
 from ray_hetero.kernels.layers.structures.falcon import Falcon
-from ray_hetero.kernels.layers.structures.gated_delta import (
-    GatedDeltaModules,
-    gated_delta_modules,
-)
 from ray_hetero.kernels.layers.structures.gemma import Gemma
 from ray_hetero.kernels.layers.structures.granite import Granite, StableLm
-from ray_hetero.kernels.layers.structures.latent import LatentModules, latent_modules
 from ray_hetero.kernels.layers.structures.llama import Llama
 from ray_hetero.kernels.layers.structures.opt import Opt
 
 __all__ = [
-    "STRUCTURES", "Calls", "GatedDeltaModules", "LatentModules", "LayerModules", "Structure",
-    "gated_delta_modules", "latent_modules", "layers_attribute", "structure_of",
+    "STRUCTURES", "Calls", "LayerModules", "Structure", "is_made_of", "layers_attribute",
+    "structure_of",
 ]  # fmt: skip
 
 STRUCTURES: tuple[Structure, ...] = (
