@@ -28,7 +28,7 @@ from ray_hetero.kernels.layers.decode_step import DecodeStep
 from ray_hetero.kernels.layers.kv_layouts import Caches, can_be_copied
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import adapters_in, product
-from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, add_and_norm, norm
+from ray_hetero.kernels.layers.post_attention import PostAttentionBlock, input_norm
 from ray_hetero.kernels.layers.protocols import (
     LayersOnGpu,
     SharesDecode,
@@ -255,15 +255,8 @@ class DecoderLayers:
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as a sequence of operators; arguments and result as of a call."""
-        how, qkv = self._input.norm, self._input.qkv
-        if residual is None:
-            total = hidden.contiguous()
-            x = norm(total, how)
-        else:
-            x, total = (one.clone(memory_format=torch.contiguous_format)
-                        for one in (hidden, residual))  # fmt: skip
-            x = add_and_norm(x, total, how)
-        x = product(self._kernel, x, qkv)
+        x, total = input_norm(hidden, residual, self._input.norm)
+        x = product(self._kernel, x, self._input.qkv)
         for attention, behind in self._layers:
             x, total = behind(attention(positions, x), total)
         return x, total

@@ -222,10 +222,7 @@ class GpuLayers:
         self, layers: Sequence[Layer], gpu: OffloadGpu, memory: AttentionMemory,
         into: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._layers = layers
-        self._gpu = gpu
-        self._memory = memory
-        self._into = into
+        self.layers, self.gpu, self.memory, self.into = layers, gpu, memory, into
         self._writing: Iterator[None] = iter(())
         """Writes of the layers of a step into the cache, one after the other."""
         self.is_written = True
@@ -233,7 +230,7 @@ class GpuLayers:
 
     def reaches(self, caches: Sequence[torch.Tensor]) -> bool:
         """Make ready to copy from layers' caches; whether they can be had."""
-        self._memory.uploads.lock(caches)
+        self.memory.uploads.lock(caches)
         return True
 
     def __call__(
@@ -267,12 +264,12 @@ class GpuLayers:
             TimeoutError: the GPU, or the cache, takes too long.
 
         """
-        gpu = self._gpu
+        gpu = self.gpu
         gpu.begin(len(positions))
         staged = gpu.memory.stage(hidden, residual, rows.rows)
         step = GpuStep(self, rows, positions[rows.rows], caches)
         ordered = gpu.order(lambda: step.compute(staged, len(positions), output))
-        ordered.add_done_callback(lambda _: self._memory.returns.end())
+        ordered.add_done_callback(lambda _: self.memory.returns.end())
         meanwhile()
         self._writing, self.is_written = self._writes(caches), False
         goes_ahead = output is not None and output.goes_ahead(rows.tokens)
@@ -298,7 +295,7 @@ class GpuLayers:
 
     def _writes(self, caches: Caches | None) -> Iterator[None]:
         """Write keys and values of each layer into the cache, as they come down."""
-        returns, written = self._memory.returns, 0
+        returns, written = self.memory.returns, 0
         while (returned := returns.take()) is not None:
             assert caches is not None
             module, first = caches.modules[written], 0
@@ -311,26 +308,6 @@ class GpuLayers:
             returns.give_back(returned)
             written += 1
             yield
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        """Layers in their order."""
-        return self._layers
-
-    @property
-    def gpu(self) -> OffloadGpu:
-        """GPU that computes the layers."""
-        return self._gpu
-
-    @property
-    def memory(self) -> AttentionMemory:
-        """Memory for attention."""
-        return self._memory
-
-    @property
-    def into(self) -> torch.Tensor | None:
-        """Memory for results."""
-        return self._into
 
 
 def shape_of(layers: Sequence[Layer]) -> AttentionShape | None:
