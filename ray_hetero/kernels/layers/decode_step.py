@@ -45,18 +45,13 @@ class StepRequests:
     blocks: torch.Tensor
     """[requests, most blocks], int32."""
 
-    def native(
-        self, module: ModuleType, block: int, cache_blocks: int, *, tiles: bool = False,
-        are_latents: bool = False,
-    ) -> Any:  # fmt: skip
+    def native(self, module: ModuleType, cache: torch.Tensor, isa: str | None) -> Any:
         """The native module's object, which points at these.
 
         Args:
             module: the native module.
-            block: tokens of a block of a layer's cache.
-            cache_blocks: blocks of the cache.
-            tiles: whether keys and values lie there in tiles.
-            are_latents: whether latents lie there in their place.
+            cache: of a layer, see `is_known`; or of latents, [blocks, tokens of a block, …].
+            isa: how keys and values lie in its blocks; None for latents.
 
         """
         return module.Requests(
@@ -66,10 +61,10 @@ class StepRequests:
             lengths=self.lengths.data_ptr(),
             blocks=self.blocks.data_ptr(),
             most_blocks=self.blocks.stride(0),
-            block=block,
-            cache_blocks=cache_blocks,
-            tiles=tiles,
-            are_latents=are_latents,
+            block=cache.shape[1 if isa is None else 2],
+            cache_blocks=cache.shape[0],
+            tiles=isa == TILES,
+            are_latents=isa is None,
         )
 
 
@@ -266,7 +261,7 @@ class DecodeStep:
         residual = None if residual is None else residual.contiguous()
         number = {id(metadata): place for place, (metadata, *_) in enumerate(groups)}
         of_step = [
-            one.native(self._kernel.native, cache.shape[2], len(cache), tiles=module.isa == TILES)
+            one.native(self._kernel.native, cache, module.isa)
             for one, (_, module, cache, _) in zip(requests, groups, strict=True)
         ]
         caches = [address_of(cache, number[id(metadata)]) for metadata, _, cache, _ in contexts]

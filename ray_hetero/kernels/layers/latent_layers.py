@@ -221,7 +221,7 @@ class LatentStep:
         if blocks is None:
             return None
         requests = StepRequests(positions, slots, (positions + 1).to(torch.int32), blocks)
-        native = requests.native(module, block, count, are_latents=True)
+        native = requests.native(module, cache, None)
         return cls(metadata, requests, (count, block), native)
 
     def is_of(self, metadata: Any, positions: torch.Tensor, cache: torch.Tensor) -> bool:
