@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -61,6 +61,17 @@ from ray_hetero.worker.warmup_schedule import runs_ahead
 from ray_hetero.world import RankSpec
 
 resting_collector.wake()
+
+
+def _prepare_platform_of_cpus(vllm_config: VllmConfig) -> None:
+    """Let vLLM's operators for CPUs compute what this package expects of them."""
+    expert_router.use_routing(route)
+    latent_attention.turn_all_heads()
+    model_runner.count_without_compiler()
+    if vllm_config.compilation_config.mode == CompilationMode.NONE:
+        # vLLM has functions of its own compiled nevertheless, by a compiler that a node without
+        # compiled models does not need to have.
+        torch.compiler.set_stance("force_eager")
 
 
 class RankActor(RayWorkerProc):  # type: ignore[misc]
@@ -118,13 +129,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._serving_cpus = self._stay_near_gpu(physical_gpus[seat.local_rank])
         cpu_rank = None
         if current_platform.is_cpu():
-            expert_router.use_routing(route)
-            latent_attention.turn_all_heads()
-            model_runner.count_without_compiler()
-            if self._vllm_config.compilation_config.mode == CompilationMode.NONE:
-                # vLLM has functions of its own compiled nevertheless, by a compiler that a node
-                # without compiled models does not need to have.
-                torch.compiler.set_stance("force_eager")
+            _prepare_platform_of_cpus(self._vllm_config)
         if seat.kind == "cpu":
             cpu_rank = CpuRank(self._rank, self._vllm_config, self._prompt_gpu(physical_gpus))
         layer_partition.set_partition(world.layers)
