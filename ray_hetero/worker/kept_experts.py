@@ -98,6 +98,7 @@ class KeptExperts:
         }
         self._said: set[str] = set()
         self._writer: ThreadPoolExecutor | None = None
+        self._tasks: list[futures.Future[None]] = []
         self._failed = threading.Event()
         self._written = 0
 
@@ -259,13 +260,15 @@ class KeptExperts:
         """Write a layer behind others, in a thread."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "ray_hetero-keep")
-        self._writer.submit(self._keep, layer, self._key(tensors), experts)
+        self._tasks.append(self._writer.submit(self._keep, layer, self._key(tensors), experts))
 
     def finish(self) -> None:
         """Wait until all is written, and say so."""
         if self._writer is None:
             return
         self._writer.shutdown()
+        for task in self._tasks:
+            task.result()
         if self._written:
             logger.info(
                 "experts.keep_packed: %.1f GiB of packed experts are kept in %s",
