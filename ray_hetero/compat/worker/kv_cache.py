@@ -43,9 +43,11 @@ def block_size_on_cpu(driver: VllmConfig, usual: int) -> int:
     if not is_since("0.33"):
         return size
     # Since 0.33 the platform keeps it open until the layers are made, which the driver never does.
-    # Its attention to latents without AMX, whose size is the default one, it decides before.
+    # Its attention to latents without AMX, whose size is the default one, it decides before; so it
+    # does where the user asks for that attention.
     is_open = size == driver.cache_config.DEFAULT_BLOCK_SIZE
-    has_amx = torch.cpu._is_amx_tile_supported()
+    is_asked_for = getattr(driver.attention_config.backend, "name", "") == "CPU_MLA"
+    has_amx = torch.cpu._is_amx_tile_supported() and not is_asked_for
     return usual if is_open and (has_amx or not driver.model_config.use_mla) else size
 
 

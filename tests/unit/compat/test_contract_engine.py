@@ -326,12 +326,17 @@ def test_a_rank_takes_over_what_is_shared(arguments: EngineArgs) -> None:
     assert prints[0].fields["scheduler_config.max_num_seqs"] == "7"
 
 
-@pytest.mark.parametrize(("latents", "size"), [(False, 128), (True, 16)])
+@pytest.mark.parametrize(
+    ("latents", "size", "asked"), [(False, 128, None), (True, 16, None), (True, 16, "CPU_MLA")]
+)
 def test_blocks_have_the_size_that_attention_on_cpus_takes(
-    arguments: EngineArgs, latents: bool, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    arguments: EngineArgs, latents: bool, size: int, asked: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # With AMX too, that attention to latents takes blocks of its own size if it is asked for.
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: asked is not None)
     monkeypatch.setattr(ModelConfig, "use_mla", latents)
+    arguments.attention_backend = asked
     arguments.distributed_executor_backend = "mp"
     # GPUs are pretended where the driver is on CPUs.
     for stages in (("c", "c"), ("g",)):
