@@ -23,6 +23,8 @@ PAGE = DOCS / "benchmarks" / "index.md"
 END = "<!-- end of figures -->"
 QUALITY = "2026-11-29-quality"
 DRAFTS = "2026-11-29-drafts-on-text"
+LOAD = "2026-11-30-real-text-load"
+LOAD_FIGURES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 USUAL = "pipeline"
 
 
@@ -77,7 +79,30 @@ def drafts() -> str:
     )  # fmt: skip
 
 
-TABLES = {"likelihood by format": formats, "likelihood by way": ways, "drafts": drafts}
+def load() -> str:
+    """Figures of servers under a load of real text; medians of rounds."""
+    return table(
+        (
+            "server", "tokens/s", "beside stock", "first token, ms: median", "99 %",
+            "between tokens, ms: median", "99 %",
+        ),
+        (
+            (
+                row["server"], f"{row['output_throughput']:.0f}",
+                f"{row['ratios']['output_throughput']:.2f}",
+                *(f"{row[key]:.0f}" for key in LOAD_FIGURES),
+            )
+            for row in raw(LOAD)["summary"]
+        ),
+    )  # fmt: skip
+
+
+TABLES = {
+    "likelihood by format": formats,
+    "likelihood by way": ways,
+    "drafts": drafts,
+    "load": load,
+}
 
 
 def written(page: str) -> str:

@@ -195,6 +195,7 @@ NOT_RUN = {
     Block(BENCHMARKS, "make soak"): MEASURES,
     Block(BENCHMARKS, "benchmarks/quality.py"): MEASURES,
     Block(BENCHMARKS, "drafts_on_text.py --model"): MEASURES,
+    Block(BENCHMARKS, "real_text_load.py --model"): MEASURES,
     Block(BENCHMARKS, "post_attention.py"): MEASURES,
     Block(BENCHMARKS, "engine_run.py"): MEASURES,
     Block(BENCHMARKS, "side_by_side.py --list"): MEASURES,
