@@ -93,10 +93,15 @@ def make_without_kernels() -> None:
 
 
 def _without_sparse(stock: Any) -> Any:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     def get_attn_backend_cls(selected: Any, attn_selector_config: Any, **named: Any) -> Any:
         # Sparse attention, which CPUs do not compute, caches latents all the same.  Types of the
         # cache that they do not compute are in its specification whatever the backend.
         asked = attn_selector_config._replace(use_sparse=False, kv_cache_dtype="auto")
+        if asked.use_mla:
+            # The one for AMX does not take the arguments of sparse attention.
+            selected = AttentionBackendEnum.CPU_MLA
         return stock(selected, asked, **named)
 
     return staticmethod(get_attn_backend_cls)

@@ -33,8 +33,8 @@ def test_steps_behind_it_are_right(monkeypatch: pytest.MonkeyPatch, *, is_compac
     assert gpu is not None
     for tokens in (100, 1, 1, 1, 90, 1, 120, 120):
         copies.of_step(tokens)
-        copies.copied.clear()
-        assert turns_from(gpu) >= 0
+        with copies.traced():
+            assert turns_from(gpu) >= 0
         assert copies.copied == [gpu.reader.largest] * ROUNDS
 
 
