@@ -26,7 +26,8 @@ from server_checks import (  # noqa: F401
     test_structured_output,
 )
 
-pytestmark = pytest.mark.timeout(600)
+# The default run compares another server with stock, and engines that schedule ahead.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 AHEAD = "plan: each step is scheduled while the one before it is computed"
 
