@@ -254,7 +254,7 @@ class KeptExperts:
             encoding = self._native.Compact.restored(outputs, inputs, beside.numpy().tobytes())
             return CompactWeight(place.view(outputs, -1), encoding)
         packed = place.view(torch.bfloat16).view(outputs, inputs)
-        return PackedWeight(packed, self._native.Packed(outputs, inputs))
+        return PackedWeight.made(packed, self._native)
 
     def keep(self, layer: str, tensors: Mapping[Key, StoredTensor], experts: RoutedExperts) -> None:
         """Write a layer behind others, in a thread."""
@@ -280,8 +280,9 @@ class KeptExperts:
         if self._failed.is_set():
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.folder)
+            if not self._written:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                _remove_leftovers(self.folder)
             self._written += _write(self.path(layer), key, experts)
         except OSError as error:
             # Without it the engine runs as well.

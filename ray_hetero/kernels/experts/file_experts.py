@@ -24,6 +24,7 @@ from ray_hetero.kernels.experts.expert_room import MakeRoom, Room, in_lines
 from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired
 from ray_hetero.kernels.formats import CompactWeight, HostWeight, PackedWeight
 from ray_hetero.kernels.formats.base import BLOCK
+from ray_hetero.kernels.formats.compact import BF16_BYTES
 from ray_hetero.kernels.formats.scaled import LARGEST_SCALE, Codes, ScaledWeight
 
 READERS = 8
@@ -32,7 +33,6 @@ PIECE = 16 << 20
 """Bytes that a thread reads in one go, about."""
 SCRATCH = 4 << 30
 """Most bytes of weights that are packed on their way to the compact format at the same time."""
-BF16_BYTES = 2
 
 Result = TypeVar("Result")
 Made = list[tuple[HostWeight, HostWeight]]
@@ -80,6 +80,11 @@ class FileWeight:
     def outputs(self) -> int:
         """N."""
         return sum(rows.count for rows in self.codes)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """Bytes of the weight in bf16."""
+        return BF16_BYTES * self.outputs * self.inputs
 
     @property
     def groups(self) -> int:
@@ -156,11 +161,9 @@ class FileReader:
         """
         halves = weights[0]
         orders = paired(torch.arange(halves[0].outputs), order), torch.arange(halves[1].outputs)
-        if issubclass(kind, ScaledWeight):
-            return self._begin_scaled(weights, kind, orders, make_room)
         if kind is CompactWeight:
             return self._begin_compact(weights, orders, make_room)
-        return self._begin_packed(weights, orders, make_room)
+        return self._begin_in_place(weights, kind, orders, make_room)
 
     def submit(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
         """Let a thread call a function."""
@@ -168,54 +171,42 @@ class FileReader:
             self._pool = ThreadPoolExecutor(self._threads, "ray_hetero-read")
         return self._pool.submit(function, *args)
 
-    def _begin_scaled(
-        self, weights: Sequence[tuple[FileWeight, FileWeight]], kind: type[ScaledWeight],
+    def _begin_in_place(
+        self, weights: Sequence[tuple[FileWeight, FileWeight]], kind: type[HostWeight],
         orders: tuple[torch.Tensor, torch.Tensor], make_room: MakeRoom,
     ) -> Callable[[], tuple[Room, Made]]:  # fmt: skip
+        """Begin to read weights of a format whose sizes are known beforehand."""
+        scaled = kind if issubclass(kind, ScaledWeight) else None
         codes = [half.codes_alone for half in weights[0]]
-        sizes = [kind.nbytes_of(one, self._native) for one in codes]
+        sizes = [
+            half.bf16_bytes if scaled is None else scaled.nbytes_of(one, self._native)
+            for half, one in zip(weights[0], codes, strict=True)
+        ]
         room = _room_for(sizes, len(weights), make_room)
         made, tasks = [], []
         for number, pair in enumerate(weights):
-            both = []
+            both: list[HostWeight] = []
             self._provide(room, number, sizes)
             for half, weight in enumerate(pair):
                 place = room.taken(sizes[half], half)
-                both.append(kind.in_place(codes[half], place, self._native))
+                both.append(
+                    self._packed(weight, place)
+                    if scaled is None
+                    else scaled.in_place(codes[half], place, self._native)
+                )
                 tasks.append(self._pieces(weight, kind, orders[half], room, place))
             made.append((both[0], both[1]))
 
         def wait() -> tuple[Room, Made]:
             for number, pieces in enumerate(tasks):
                 wrong = [sum(some) for some in zip(*(one.result() for one in pieces), strict=True)]
+                if scaled is None:
+                    continue
                 one = codes[number % 2]
                 try:
-                    kind.check_values(wrong[0], one.scales.numel(), wrong[1], one.codes.numel())
+                    scaled.check_values(wrong[0], one.scales.numel(), wrong[1], one.codes.numel())
                 except UnsupportedError as error:
                     raise UnsupportedError(f"expert {number // 2}: {error}") from None
-            return room, list(made)
-
-        return wait
-
-    def _begin_packed(
-        self, weights: Sequence[tuple[FileWeight, FileWeight]],
-        orders: tuple[torch.Tensor, torch.Tensor], make_room: MakeRoom,
-    ) -> Callable[[], tuple[Room, Made]]:  # fmt: skip
-        sizes = [BF16_BYTES * half.outputs * half.inputs for half in weights[0]]
-        room = _room_for(sizes, len(weights), make_room)
-        made, tasks = [], []
-        for number, pair in enumerate(weights):
-            both = []
-            self._provide(room, number, sizes)
-            for half, weight in enumerate(pair):
-                place = room.taken(sizes[half], half)
-                both.append(self._packed(weight, place))
-                tasks += self._pieces(weight, PackedWeight, orders[half], room, place)
-            made.append((both[0], both[1]))
-
-        def wait() -> tuple[Room, Made]:
-            for task in tasks:
-                task.result()
             return room, list(made)
 
         return wait
@@ -224,7 +215,7 @@ class FileReader:
         self, weights: Sequence[tuple[FileWeight, FileWeight]],
         orders: tuple[torch.Tensor, torch.Tensor], make_room: MakeRoom,
     ) -> Callable[[], tuple[Room, Made]]:  # fmt: skip
-        sizes = [BF16_BYTES * half.outputs * half.inputs for half in weights[0]]
+        sizes = [half.bf16_bytes for half in weights[0]]
         if self._pool is None:
             self._threads = max(1, min(self._threads, SCRATCH // max(sizes)))
         count = len(weights)
@@ -283,8 +274,8 @@ class FileReader:
         return CompactWeight(place.view(weight.outputs, -1), encoding)
 
     def _packed(self, weight: FileWeight, place: torch.Tensor) -> PackedWeight:
-        shape = weight.outputs, weight.inputs
-        return PackedWeight(place.view(torch.bfloat16).view(shape), self._native.Packed(*shape))
+        packed = place.view(torch.bfloat16).view(weight.outputs, weight.inputs)
+        return PackedWeight.made(packed, self._native)
 
     def _pieces(
         self, weight: FileWeight, kind: type[HostWeight], order: torch.Tensor, room: Room,
