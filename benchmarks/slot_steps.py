@@ -310,8 +310,7 @@ class Bench:
 
 def budget_of(slices: Slices, slots: int) -> int:
     """Bytes for so many slots of each layer."""
-    sizes = sizes_of(slices)
-    return sizes.beside + sizes.each + slots * sum(map(expert_bytes, slices))
+    return sizes_of(slices).slot_bytes(slots, sum(map(expert_bytes, slices)))
 
 
 def summed_up(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -76,6 +76,10 @@ class SlotRates:
             layer_s=Links().handover.latency_s,
         )
 
+    def layers_of(self, share: float) -> float:
+        """Share of the layers that fit in the memory of slots for a share of each one's experts."""
+        return min(1.0, share * self.slot_bytes / self.own_bytes)
+
 
 def step_with_slots(counts: SlotCounts, rates: SlotRates) -> float:
     """Seconds of the step with slots.
@@ -124,7 +128,7 @@ def step_with_layers(counts: SlotCounts, rates: SlotRates, share: float) -> floa
             takes fewer bytes than slots do.
 
     """
-    layers = min(1.0, share * rates.slot_bytes / rates.own_bytes)
+    layers = rates.layers_of(share)
     gpu = layers * counts.read * rates.own_bytes / rates.gpu_bandwidth
     # The GPU computes these layers instead of handing their tokens over.
     return counts.others_s + (1 - layers) * counts.computing_s + gpu

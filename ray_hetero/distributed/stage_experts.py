@@ -73,10 +73,12 @@ def _link_of(x: torch.Tensor, layer: int) -> ExpertLink | None:
 def _slots_of(x: torch.Tensor, layer: int) -> list[ExpertSlots]:
     """The slots in which a layer of these tokens may find experts, if there are any."""
     tokens = x.shape[0]
-    # What is handed over in pieces is handed over as it was chosen.
-    if any(tokens > channel.capacity for channel in _channels):
-        return []
-    return [slots for slots in _slots if slots.holds(tokens, layer)]
+    return [
+        slots
+        for slots in _slots
+        # What is handed over in pieces is handed over as it was chosen.
+        if slots.holds(tokens, layer) and all(tokens <= one.capacity for one in _channels)
+    ]
 
 
 def _nothing_yet(

@@ -150,6 +150,20 @@ class ExpertSizes:
             return max(EXPERT_BYTES, self.beside + self.each)
         return int(asked_gib * GIB)
 
+    def slots(self, budget: int, every: int) -> int:
+        """Slots of each layer within a budget, beside one expert on its way; below 1 for none.
+
+        Args:
+            budget: bytes.
+            every: bytes of one slot of each layer, all together.
+
+        """
+        return min(self.count, (budget - self.slot_bytes(0, every)) // every)
+
+    def slot_bytes(self, slots: int, every: int) -> int:
+        """Bytes that so many slots of each layer take, with one expert on its way; see `slots`."""
+        return self.beside + self.each + slots * every
+
     def experts_of_a_piece(self, budget: int) -> int:
         """Experts of a piece within a budget in bytes, all pieces of one size; may be 0."""
         most = min(self.count, (budget - self.beside) // self.each)

@@ -28,13 +28,12 @@ def slots_remark(shape: ModelShape, split: Split, layers: int) -> str | None:
     if not devices.slot_bytes or not devices.experts or not layers:
         return None
     most, sizes = _most_of_a_stage(split, layers), expert_sizes(shape, devices.experts)
-    slots = (devices.slot_bytes - sizes.beside - sizes.each) // (most * sizes.expanded)
+    slots = sizes.slots(devices.slot_bytes, most * sizes.expanded)
     if slots < 1:
         return (
             f"experts.slots_gib has no room for one slot of each of {plural(most, 'layer')}, and "
             "the engine will not start with it."
         )
-    slots = min(slots, shape.experts)
     held = (
         f"Slots (experts.slots_gib) hold {slots} of {shape.experts} experts of each of "
         f"{plural(layers, 'layer')}."
@@ -52,7 +51,7 @@ def slots_remark(shape: ModelShape, split: Split, layers: int) -> str | None:
     read = layers * distinct_experts(shape.experts, shape.active_experts, split.work.batch)
     counts = SlotCounts(sockets, max(0.0, split.step_s - sockets), layers, read, 0, 0)
     share = slots / shape.experts
-    whole = layers * min(1.0, share * rates.slot_bytes / rates.own_bytes)
+    whole = layers * rates.layers_of(share)
     hits = least_hits(counts, rates, share)
     until = (
         "whatever a step finds in slots"

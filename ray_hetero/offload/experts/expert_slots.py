@@ -25,13 +25,12 @@ from ray_hetero.errors import AgreementError, UnsupportedError
 from ray_hetero.kernels.experts.experts_one_by_one import multiplied_one_by_one
 from ray_hetero.offload.experts.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
 from ray_hetero.offload.experts.expert_pieces import ExpertReader, Piece
-from ray_hetero.offload.experts.gpu_experts import Multiply, by_vllm
+from ray_hetero.offload.experts.gpu_experts import Multiply, by_vllm, without_none
 from ray_hetero.offload.experts.linked_experts import LinkedSlice, check
 from ray_hetero.offload.experts.slot_switch import SLOT_TOKENS, Phase, SlotSums, SlotSwitch
 from ray_hetero.offload.experts.slot_tables import SlotTables
 from ray_hetero.offload.weights.link_reader import current
 from ray_hetero.planning.prefill_memory import BF16_BYTES
-from ray_hetero.runtime.gpu_memory import lock_pages
 
 COPY_BYTES = 64 << 20
 """Bytes of experts that are on their way to slots at once, unless one has more; 1.2 ms of a link of
@@ -96,8 +95,7 @@ class ExpertSlots:
         try:
             if device.type == "cuda":
                 for one in (one for slices in given.values() for one in slices):
-                    for half in one.halves:
-                        lock_pages(half.memory[: half.begin(one.count)])
+                    one.lock(range(one.count))
             self._allocate(given)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].rstrip(".")
@@ -171,11 +169,11 @@ class ExpertSlots:
             layer: its number.
 
         """
-        linked, is_none = self._layers[layer], ids < 0
+        linked, (weights, ids) = self._layers[layer], without_none(weights, ids)
         (w13, w2), (w13_bias, w2_bias) = self._weights[layer], self._biases[layer]
         return self._multiply(
-            x.contiguous(), w13, w2, weights.float().masked_fill(is_none, 0),
-            ids.masked_fill(is_none, 0), activation=linked.activation, count=linked.count,
+            x.contiguous(), w13, w2, weights, ids,
+            activation=linked.activation, count=linked.count,
             places=self._tables.slots[layer], w13_bias=w13_bias, w2_bias=w2_bias,
         )  # fmt: skip
 
@@ -313,15 +311,15 @@ def slots_within(budget: int, layers: Sequence[Sequence[LinkedSlice]]) -> tuple[
 
     """
     sizes, every = sizes_of(layers), sum(map(expert_bytes, layers))
-    beside = sizes.beside + sizes.each
-    slots = min(sizes.count, (budget - beside) // every)
+    slots = sizes.slots(budget, every)
     if slots < 1:
         raise UnsupportedError(
-            f"one slot for each of {len(layers)} layers needs {(beside + every) / GIB:.2f} GiB of "
-            f"the GPU, {beside / GIB:.2f} of it for experts that are on their way, but "
+            f"one slot for each of {len(layers)} layers needs "
+            f"{sizes.slot_bytes(1, every) / GIB:.2f} GiB of the GPU, "
+            f"{sizes.slot_bytes(0, every) / GIB:.2f} of it for experts that are on their way, but "
             f"experts.slots_gib is {budget / GIB:.2f}"
         )
-    return slots, beside + slots * every
+    return slots, sizes.slot_bytes(slots, every)
 
 
 def expert_bytes(slices: Sequence[LinkedSlice]) -> int:

@@ -25,7 +25,6 @@ from ray_hetero.offload.experts.expert_expansion import ExpertExpansion, LinkedL
 from ray_hetero.offload.experts.expert_pieces import WHOLE, ExpertPieces, ExpertReader, Part, Piece
 from ray_hetero.offload.experts.linked_experts import LinkedSlice, check
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPERT_WORK_BYTES, ExpertSizes
-from ray_hetero.runtime.gpu_memory import lock_pages
 
 UNUSED = 0.05
 """Share of a layer's experts from which on those that no token has chosen are left out, as expected
@@ -109,8 +108,7 @@ class GpuExperts:
             return
         for one in (one for slices in layers for one in slices):
             block = self.part.block(one.count)
-            for half in one.halves:
-                lock_pages(half.memory[half.begin(block.start) : half.begin(block.stop)])
+            one.lock(block)
 
     def _allocate(
         self, layers: Sequence[Sequence[LinkedSlice]], sizes: ExpertSizes, chosen: int
@@ -220,9 +218,7 @@ class GpuExperts:
             pieces = self._used_pieces(layer, experts)
         else:
             pieces = self._first_pieces(layer, experts)
-        x, is_none = x.contiguous(), ids < 0
-        weights = weights.float().masked_fill(is_none, 0)
-        ids = ids.masked_fill(is_none, 0)
+        x, (weights, ids) = x.contiguous(), without_none(weights, ids)
         found = torch.empty_like(x)
         # One piece has all that a token wants; sums of several are rounded once.
         is_one = len(pieces) == 1 and others is None
@@ -275,6 +271,19 @@ class GpuExperts:
         found = self._expansion.expanded(layer, slot.memory, piece.runs)
         self._reader.give_back(slot, self._stream())
         return found
+
+
+def without_none(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [M, chosen], float32, and ids that a kernel takes: no expert becomes expert 0 with a
+    weight of 0.
+
+    Args:
+        weights: [M, chosen].
+        ids: [M, chosen]; a negative one is none.
+
+    """
+    is_none = ids < 0
+    return weights.float().masked_fill(is_none, 0), ids.masked_fill(is_none, 0)
 
 
 def by_vllm(*tensors: torch.Tensor, activation: Activation, **how: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ray_hetero.kernels.experts.expert_room import in_lines
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
 from ray_hetero.offload.expand.stacks import Stack, stacks_of, tables_in, tensors_and_text
 from ray_hetero.runtime import sealed_memory
+from ray_hetero.runtime.gpu_memory import lock_pages
 from ray_hetero.runtime.shared_pages import SharedPages
 
 BIASES = ("w13_bias", "w2_bias")
@@ -70,6 +71,16 @@ class LinkedSlice:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(half.memory.numel() for half in self.halves)
+
+    def lock(self, block: range) -> None:
+        """Lock the pages of some neighbouring experts, for copies to a GPU.
+
+        Raises:
+            RuntimeError: they cannot be locked.
+
+        """
+        for half in self.halves:
+            lock_pages(half.memory[half.begin(block.start) : half.begin(block.stop)])
 
 
 def shared(experts: RoutedExperts) -> SharedPages | None:
