@@ -13,10 +13,8 @@ from torch import nn
 
 from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.layers.layer import Layer
-from ray_hetero.kernels.layers.post_attention import results_like
+from ray_hetero.kernels.layers.post_attention import Results, results_like
 from ray_hetero.kernels.layers.structures import Calls
-
-Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class FusedLayers(Protocol):

@@ -27,13 +27,16 @@ from ray_hetero.kernels.layers import gated_delta_layers, latent_layers, layer_t
 from ray_hetero.kernels.layers.attention import as_norm
 from ray_hetero.kernels.layers.decode_step import NativeStep, StepOf
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
-from ray_hetero.kernels.layers.post_attention import add_and_norm, input_norm, results_like
+from ray_hetero.kernels.layers.post_attention import (
+    Results,
+    add_and_norm,
+    input_norm,
+    results_like,
+)
 from ray_hetero.kernels.linear.rank_sums import meeting, why_not_added
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
 from ray_hetero.kernels.step_trace import Event
-
-Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class KindModules(Protocol):

@@ -17,6 +17,9 @@ from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention, a
 from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 
+Results = tuple[torch.Tensor, torch.Tensor]
+"""Output of layers [M, N], which is still to be added to the residual, and the residual [M, N]."""
+
 
 class PostAttentionBlock:
     """Computes parts: few tokens in one native call, many on the prompt GPU."""
@@ -150,7 +153,7 @@ def input_norm(
     return add_and_norm(x, total, how), total
 
 
-def results_like(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def results_like(hidden: torch.Tensor) -> Results:
     """Memory for what a layer gives and for its residual, each as `hidden` [M, N]."""
     x, total = (torch.empty_like(hidden, memory_format=torch.contiguous_format) for _ in range(2))
     return x, total
