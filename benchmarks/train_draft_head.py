@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 from drafts_on_text import SECTIONS
+from timed_training import trained
 from torch import nn
 from torch.nn import functional
 
 HELD_OUT = 20
 """One answer in so many is not trained on."""
-NEXT_REPORT_S = 15.0
 ASKED = (
     "What is {}?", "Explain {} to a child.", "Write a short story about {}.",
     "Give me three facts about {}.", "Why do people like {}?", "How would you describe {}?",
@@ -219,16 +219,9 @@ def train(
 ) -> list[dict[str, float]]:
     """Train until the time is over; returns seconds, steps and both passes' losses now and then."""
     device = target.device
-    optimiser = torch.optim.AdamW(
-        head.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
     given = batches(answers, recipe, torch.Generator().manual_seed(recipe.seed))
-    found: list[dict[str, float]] = []
-    began, told, step = time.monotonic(), 0.0, 0
-    while (passed := time.monotonic() - began) < seconds:
-        rate = min(1.0, (step + 1) / recipe.warm_up) * (1 - 0.9 * passed / seconds)
-        for group in optimiser.param_groups:
-            group["lr"] = recipe.rate * rate
+
+    def losses() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows, real = (one.to(device) for one in next(given))
         embedded, states = (one.clone() for one in of_target(target, rows))
         noise = (torch.rand_like(states) * 2 - 1) * recipe.noise * states.std()
@@ -237,19 +230,11 @@ def train(
             loss = loss_of(first, states[:, 1:], real[:, 1:], target, recipe)
             second = head(embedded[:, 2:], first[:, :-1].detach().float())
             behind = loss_of(second, states[:, 2:], real[:, 2:], target, recipe)
-        (loss + behind).backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        step += 1
-        if passed - told >= NEXT_REPORT_S or not found:
-            told = passed
-            found.append({
-                "seconds": round(passed, 1), "steps": step, "first": loss.item(),
-                "second": behind.item(),
-            })  # fmt: skip
-            print(found[-1], flush=True)
-    return found
+        return loss + behind, {"first": loss, "second": behind}
+
+    return trained(
+        head.parameters(), losses, seconds, rate=recipe.rate, warm_up=recipe.warm_up, decay=0.01
+    )
 
 
 def loss_of(

@@ -23,7 +23,6 @@ import json
 import random
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -32,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from timed_training import trained
 
 ENDINGS = (".md", ".rst", ".txt", ".py")
 HELD_OUT = 20
@@ -39,7 +39,6 @@ HELD_OUT = 20
 SMALLEST, LARGEST = 500, 200_000
 """Bytes of a file."""
 END = "<|endoftext|>"
-NEXT_REPORT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -200,36 +199,21 @@ def train(model: Any, ids: torch.Tensor, recipe: Recipe, seconds: float) -> list
 
     """
     device = model.device
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.1
-    )
     generator = torch.Generator().manual_seed(recipe.seed)
-    found: list[dict[str, float]] = []
-    began, told, step = time.monotonic(), 0.0, 0
-    model.train()
-    while (passed := time.monotonic() - began) < seconds:
-        rate = min(1.0, (step + 1) / recipe.warm_up) * (1 - 0.9 * passed / seconds)
-        for group in optimiser.param_groups:
-            group["lr"] = recipe.rate * rate
+
+    def losses() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         starts = torch.randint(
             len(ids) - recipe.context, (recipe.batch,), generator=generator
         ).tolist()
         rows = torch.stack([ids[at : at + recipe.context] for at in starts]).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             output = model(rows, labels=rows, output_router_logits=True)
-        output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        step += 1
-        if passed - told >= NEXT_REPORT_S or not found:
-            told = passed
-            found.append({
-                "seconds": round(passed, 1), "steps": step, "loss": output.loss.item(),
-                "balance": output.aux_loss.item(),
-            })  # fmt: skip
-            print(found[-1], flush=True)
-    return found
+        return output.loss, {"loss": output.loss, "balance": output.aux_loss}
+
+    model.train()
+    return trained(
+        model.parameters(), losses, seconds, rate=recipe.rate, warm_up=recipe.warm_up, decay=0.1
+    )
 
 
 def routed(model: Any, ids: torch.Tensor, recipe: Recipe) -> tuple[float, np.ndarray]:
