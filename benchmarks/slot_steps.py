@@ -133,7 +133,7 @@ def routes_of(options: argparse.Namespace, routing: str, requests: int) -> np.nd
 
 
 def of_trace(path: Path, layers: int, steps: int, requests: int) -> np.ndarray:
-    """The same of a trace, of its first layers."""
+    """Experts that a trace's first layers have chosen: [steps, layers, requests, chosen]."""
     of_layer: dict[int, list[np.ndarray]] = {}
     for layer, chosen in RouteTrace.read(path).records:
         if layer < layers:

@@ -237,7 +237,7 @@ def header_of(read: Callable[[int], bytes], size: int, name: str) -> Header:
 
 
 def _entries_of(read: Callable[[int], bytes], size: int, name: str) -> _Entries:
-    """The same with each tensor's offset in the file."""
+    """Dtype, shape and offset of every tensor; arguments and errors as of `header_of`."""
     length = int.from_bytes(read(8), "little")
     if size < 8 or length > min(size - 8, LONGEST_HEADER):
         raise DamagedCheckpointError(

@@ -132,7 +132,7 @@ class ExpertChannel:
 
     @property
     def slot_orders(self) -> Any:
-        """Orders of the first expert rank for slots, see there."""
+        """Native object that has the first expert rank's orders for slots, a `SlotOrders`."""
         return self._sender
 
     def begin_step(self, tokens: int, every: int = 1) -> None:

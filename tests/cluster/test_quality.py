@@ -80,7 +80,7 @@ class Measuring:
     folder: Path
 
     def found(self) -> list[Json]:
-        """Its rows, in order."""
+        """Rows of the process, in order."""
         status = self.child.wait(START_SECONDS * (len(self.rows) + 1))
         assert status == 0, self.child.tail()
         found: list[Json] = json.loads((self.folder / "quality.json").read_text())["rows"]

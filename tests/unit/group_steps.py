@@ -143,7 +143,7 @@ class Rank:
         )  # fmt: skip
         self.made: Any = None
         self.columns: Any = None
-        """What gives it columns of its MLPs in shared decode steps; None without these."""
+        """Giver of columns of its MLPs in shared decode steps; None without these."""
 
     def _take(self, module: Product, other: Product, own: int, count: int, layer: Any) -> None:
         qkv, output, gate_up, down = (

@@ -155,7 +155,7 @@ class Steps:
         made = DecoderLayers(self.known, kernel, on_gpu)
         self.shared: SharedDecode | None = None
         self.columns: Any = None
-        """What computes columns of MLPs in shared decode steps; None without these."""
+        """Object that computes columns of MLPs in shared decode steps; None without these."""
         self.columns_of: MakeColumns = maker_of(self.known, gpu, kernel)
         """Makes what computes columns of the first layers."""
         if parts:

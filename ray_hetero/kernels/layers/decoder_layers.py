@@ -254,7 +254,7 @@ class DecoderLayers:
     def one_by_one(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as a sequence of operators; arguments and result as of a call."""
+        """Compute the layers by single operators; arguments and result as of a call."""
         x, total = input_norm(hidden, residual, self._input.norm)
         x = product(self._kernel, x, self._input.qkv)
         for attention, behind in self._layers:

@@ -71,7 +71,7 @@ class SlotSums:
 
     @classmethod
     def of(cls, given: Sequence[int]) -> SlotSums:
-        """The same with nanoseconds, as the words of a channel have them."""
+        """Sums from the words of a channel, whose times are in nanoseconds."""
         steps, layers, computing_ns, waiting_ns, experts, hits, copies = given
         return cls(steps, layers, 1e-9 * computing_ns, 1e-9 * waiting_ns, experts, hits, copies)
 

@@ -106,7 +106,7 @@ def test_batches_are_of_similar_length(answers: list[torch.Tensor]) -> None:
 
 
 def test_a_head_has_the_names_that_vllm_reads(target: Any, tmp_path: Path) -> None:
-    """Those of the heads with which engines are tested."""
+    """Names of a written head are those of the heads with which engines are tested."""
     demo = write_demo_model(tmp_path / "demo")
     read = load_file(write_eagle_head(tmp_path / "known", demo) / "model.safetensors")
     write(Head(target.config), demo, tmp_path / "head")

@@ -43,7 +43,7 @@ def budget(layers: list[Layer], slots: int) -> int:
 
 
 def step(stage: Stage, slots: ExpertSlots, layers: list[Layer], given: Any) -> None:
-    """What a rank does in a step; the sums are right whatever the slots hold."""
+    """Hand a step's tokens over as a rank does, and see that the sums are right."""
     stage.channel.begin_step(len(given[0]), 1)
     slots.begin_step(len(given[0]))
     for number, layer in enumerate(layers):
@@ -113,7 +113,7 @@ def test_fixed_slots_compute_the_same_every_time(
 
 
 def made(config: dict[str, Any], layer: Layer, **more: Any) -> ExpertSlots | None:
-    """What a stage makes of a configuration."""
+    """Slots that a stage makes of a configuration."""
     asked = [RemoteLayer("a", HIDDEN, CHOSEN)]
     offers = [Offer(None, {"a": one}) for one in layer.slices]
     orders = SimpleNamespace(

@@ -95,7 +95,7 @@ def stored(scheme: str, dtype: torch.dtype) -> StoredExperts:
 
 
 def in_file(file: File, given: StoredExperts, order: Order) -> list[tuple[FileWeight, FileWeight]]:
-    """The same in a file: gate and up apart, unless they take turns."""
+    """A stored weight in a file: gate and up apart, unless they take turns."""
     per, parts = (BLOCK, 2) if given.scheme == "fp8" else (1, 2)
     parts = 1 if order is Order.TURNS else parts
 

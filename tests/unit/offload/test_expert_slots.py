@@ -68,7 +68,7 @@ def made(layers: Sequence[Layer], slots: int, orders: Orders | None = None, **mo
 
 
 def together(slots: ExpertSlots, layer: Layer, given: Any, number: int = 0) -> torch.Tensor:
-    """What a step makes of a layer: sums of the slots, and of the sockets for what is left."""
+    """Compute a layer in a step: sums of the slots, and of the sockets for what is left."""
     x, weights, ids = given
     told = slots.told(ids, number)
     left: torch.Tensor = sum(rank(x, weights, told).float() for rank in layer.ranks)

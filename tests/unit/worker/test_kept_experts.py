@@ -155,7 +155,7 @@ def test_each_slice_has_its_own(case: Case, caplog: pytest.LogCaptureFixture) ->
 
 
 def stale(case: Case, caplog: pytest.LogCaptureFixture, **how: Any) -> str:
-    """What is said once of files that do not fit; the experts are right, and kept again."""
+    """Lines said once of files that do not fit; the experts are right, and kept again."""
     assert case.load(**how) == case.load(kept=False, **how)
     (said,) = warnings(caplog)
     case.load(**how)
