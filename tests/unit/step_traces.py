@@ -27,6 +27,7 @@ from ray_hetero.offload.decode.shared_decode import STEPS
 from ray_hetero.offload.decode.step_graphs import StepKind
 from ray_hetero.offload.prefill import gpu_layers, stage_output
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
+from ray_hetero.offload.weights import resident_pieces
 from ray_hetero.offload.weights.weight_pieces import Piece, WeightSlice
 from ray_hetero.planning import prefill_memory
 
@@ -320,6 +321,9 @@ def lines_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(prefill_memory, "PIECE_BYTES", 256 << 10)
     monkeypatch.setattr(prefill_memory, "KV_SPAN_BYTES", 64 << 10)
     monkeypatch.setattr(stage_output, "turns_from", lambda gpu: TURNS_FROM)
+    # Memory of a GPU begins at a multiple of this; that of the pretended one at one of 64, so that
+    # by chance one piece more or less would stay.
+    monkeypatch.setattr(resident_pieces, "SLOT_ALIGNMENT", 64)
     common = {"layers": LAYERS, "blocks": 160, "least": FROM_TOKENS, "unwritten": 0.0}
     engine = kind(monkeypatch, **(common | given))
     trace = StepTrace()

@@ -28,14 +28,7 @@ def written() -> dict[str, list[str]]:
     return {name: lines if lines[-1] else lines[:-1] for name, lines in found.items()}
 
 
-TIMED = "decode steps shared with the GPU"
-"""A script whose trace has differed once on cores that were busy with other work."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=pytest.mark.slow) if one == TIMED else one for one in SCRIPTS],
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_steps_do_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = written()[name]
     assert lines_of(name, monkeypatch) == expected, "type: python tests/unit/step_traces.py"
