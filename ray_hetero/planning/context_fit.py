@@ -89,7 +89,9 @@ def shorter_context(
 
 
 def _shorter(longest: int) -> Iterator[int]:
-    length = 1 << (longest - 1).bit_length() - 1
+    length = 1 << longest.bit_length() - 1
+    if length == longest:
+        length //= 2
     while length > SHORTEST:
         yield length
         length //= 2

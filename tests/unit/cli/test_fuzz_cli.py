@@ -215,7 +215,12 @@ def check_plan(plan: dict[str, Any], layers: int) -> None:
     assert plan["decode_step_s"] > 0
 
 
+ONE_GPU = {"nodes": [{"name": "a", "gpus": {"part": "H100 SXM", "memory_gib": 1.0}}]}
+
+
 @given(CLUSTERS, st.sampled_from(MODELS), st.fixed_dictionaries({}, optional=OPTIONS))
+# No sequence is shorter than one token.
+@example(ONE_GPU, MODELS[0], {"--max-model-len": 1})
 def test_a_plan_is_of_what_was_asked(
     folder: Path, cluster: dict[str, Any], model: dict[str, Any], options: dict[str, Any]
 ) -> None:
