@@ -68,8 +68,9 @@ demo: env ## Serve a small trained model over two CPU ranks, chat with it and st
 test: env ## Run all tests, JOBS files at a time; those that need a GPU say why they are skipped
 	@# In this order engines start first: half of their time is waiting, in which others compute, so
 	@# that two cores have work for three files.
-	@# With more threads, tests side by side would wait for each other's; engines have their own.
-	$(MASK) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@# With more threads, or threads that spin, tests side by side would wait for each other; engines
+	@# have their own.
+	$(MASK) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: env ## Run the tests that `make test` leaves out: two kinds of ranks, several nodes, jobs, restarts, more faults, what the pages say to type
 	$(MASK) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -21,8 +21,8 @@ from ray_hetero.supported import installed_vllm
 
 pytest.register_assert_rewrite("server_checks")
 
-USUAL = ("llama-bf16", "llama-f32", "opt-f32")
-OTHERS = ("llama-bf16-compiled", "opt-f32-compiled", "opt-bf16")
+USUAL = ("llama-f32", "opt-f32")
+OTHERS = ("llama-bf16", "llama-bf16-compiled", "opt-f32-compiled", "opt-bf16")
 """Asked for by slow tests only."""
 
 

@@ -183,7 +183,9 @@ class FaultyServer:
                 )
                 for number, prompt in enumerate(prompts(8))
             ]  # fmt: skip
-        assert wait_until(lambda: self.server.running > 0, 30, 0.1), self.server.child.tail()
+        assert wait_until(lambda: self.server.running > 0, START_SECONDS, 0.1), (
+            self.server.child.tail()
+        )
         return clients
 
     def send(self, number: signal.Signals, rank: int) -> int:

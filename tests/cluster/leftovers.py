@@ -25,7 +25,7 @@ SEMAPHORES = ("sem.mp-", "sem.loky-")
 """What Python's multiprocessing, and joblib's form of it, call their semaphores."""
 TEMPORARY = ("ray_hetero-*", "rh-*")
 """Files and folders of engines in the folder for temporary files."""
-GONE_SECONDS = 20.0
+GONE_SECONDS = 60.0
 """Longest wait for processes that are on their way out."""
 WATCH_SECONDS = 0.5
 """Between two looks at the holders of new segments."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import STOP_SECONDS, Child, start
+from engines import START_SECONDS, STOP_SECONDS, Child, start
 from leftovers import Scene, wait_until
 
 PORT = 6379
@@ -152,9 +152,9 @@ def two_nodes(
                 scene, place.command(command, is_bound=True), directory / place.name, extra[number]
             )
             stack.callback(_stop, child)
-            assert wait_until(lambda child=child: "Ray runtime started" in child.log, 60), (
-                child.tail()
-            )
+            assert wait_until(
+                lambda child=child: "Ray runtime started" in child.log, START_SECONDS
+            ), child.tail()
             rays.append(child)
         yield TwoNodes(places, (rays[0], rays[1]))
 

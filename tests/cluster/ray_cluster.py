@@ -45,7 +45,7 @@ def cluster(scene: Scene, log: Path, *options: str) -> Iterator[str]:
     ]  # fmt: skip
     child = start(scene, command, log)
     try:
-        assert wait_until(lambda: "Ray runtime started" in child.log, 60), child.tail()
+        assert wait_until(lambda: "Ray runtime started" in child.log, START_SECONDS), child.tail()
         yield f"127.0.0.1:{port}"
     finally:
         child.signal(signal.SIGTERM)

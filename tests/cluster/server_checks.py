@@ -266,7 +266,7 @@ def test_a_client_that_leaves_in_the_middle(servers: Pair) -> None:
             if is_running:
                 break
         assert is_running
-    assert wait_until(lambda: servers.ours.running == 0, 10)
+    assert wait_until(lambda: servers.ours.running == 0, STOP_SECONDS)
     servers.assert_same(*servers.complete(prompt=long(20), max_tokens=8))
 
 

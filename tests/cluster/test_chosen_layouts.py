@@ -28,7 +28,7 @@ from engines import (
 from leftovers import Scene, wait_until
 from ray_cluster import cluster, wait_until_taken
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 NAME = "somebody/tiny-llama"
 CONFIG = {

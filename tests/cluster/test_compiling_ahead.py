@@ -25,7 +25,7 @@ from leftovers import Scene
 
 from ray_hetero.worker.last_layer import LEAST
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 
 def test_both_stages_compile_once_they_are_loaded(

@@ -22,7 +22,7 @@ from leftovers import Scene
 
 from placement.cluster.claims import held
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 FLOAT32 = ("--dtype", "float32")
 

@@ -33,7 +33,7 @@ from leftovers import AGENTS_GONE_SECONDS, Scene, wait_until
 
 from ray_hetero.kernels.linear import streaming_linear
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 RANKS_GONE_SECONDS = 20.0
 HOLD_IN_WARM_UP = {"rank": 1, "step": 1, "do": "hold"}

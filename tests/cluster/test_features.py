@@ -17,7 +17,7 @@ from lora_adapters import write_adapter
 
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 PIPELINE, MIXED = [["cpu"], ["gpu"]], [["gpu", "cpu"]]
 UNEVEN = [["cpu", "cpu"], ["gpu"]]

@@ -25,7 +25,7 @@ from ray_hetero.cli.demo.stored import FORMATS
 from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
     pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),
 ]

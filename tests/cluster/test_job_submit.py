@@ -34,7 +34,7 @@ from leftovers import MARKER, Scene, clean_scene, marked_processes, wait_until
 from quiet import noise
 from ray_cluster import cluster, look, wait_until_taken
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 Ran = subprocess.CompletedProcess[str]
 

@@ -29,7 +29,7 @@ from leftovers import Scene
 
 from ray_hetero.worker.last_layer import LEAST
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 LAYOUTS = {
     "cpu stage between gpu stages": [["gpu"], ["cpu"], ["gpu"]],

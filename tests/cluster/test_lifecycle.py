@@ -37,7 +37,7 @@ from leftovers import AGENTS_GONE_SECONDS, Scene, clean_scene, marked_processes,
 from quiet import noise
 from ray_cluster import cluster, look
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 EXECUTOR = "ray_hetero.executor.HeteroExecutor"
 

@@ -27,7 +27,7 @@ from ray_hetero.cli.demo.model import DemoShape
 from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.slow,
     pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),
 ]

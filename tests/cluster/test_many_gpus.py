@@ -31,7 +31,7 @@ from leftovers import Scene
 from placement.cluster.claims import held
 from ray_hetero.cli.demo.model import DemoShape
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 GPUS = 8
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1", "RAY_DEDUP_LOGS": "0"}

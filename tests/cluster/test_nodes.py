@@ -38,7 +38,7 @@ from leftovers import AGENTS_GONE_SECONDS, Scene, clean_scene, marked_processes,
 from network import TwoNodes, two_nodes
 from ray_cluster import LOOK
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 LOSS_SECONDS = 180.0
 """Longest wait for the end of an engine that has lost a node; the docs promise a minute."""

@@ -12,7 +12,7 @@ from engines import HERE, START_SECONDS, start
 from leftovers import Scene
 from quiet import noise
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 

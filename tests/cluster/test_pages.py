@@ -36,7 +36,7 @@ from server_checks import STEPS
 from placement.host.sockets import sockets_of
 from placement.host.sysfs import read_host
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 TYPE_SECONDS = 120.0
 """Longest wait for a command that starts no engine."""

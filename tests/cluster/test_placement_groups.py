@@ -11,7 +11,7 @@ import pytest
 from engines import HERE, START_SECONDS, Model, Stock, batch, engine, environment_of, prompts, start
 from leftovers import Scene
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 SHORT = """
 import json, logging, ray

@@ -15,7 +15,7 @@ import pytest
 from engines import START_SECONDS, STOP_SECONDS, Model, free_port, start
 from leftovers import Scene, wait_until
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 LINE = re.compile(r"\d\d:\d\d:\d\d  1\.0 users a step: [\d.]+ tokens/s each, predicted [\d.]+; ")
 

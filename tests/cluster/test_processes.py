@@ -10,7 +10,7 @@ from faulty_server import FaultyServer
 from leftovers import clean_scene
 from process_faults import LIMITS, OTHERS, RESTARTS, all_faults
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import quality  # noqa: E402
 
 pytestmark = [
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),
 ]
 SCRIPT = ROOT / "benchmarks" / "quality.py"

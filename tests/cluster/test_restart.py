@@ -13,7 +13,7 @@ from engines import STOP_SECONDS, Model, wait_until_healthy
 from faulty_server import FaultyServer, answers, errors_of, lives_through
 from leftovers import Scene, segments
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 
 def test_kill_stop_and_the_end(scene: Scene, logs: Path, model: Model) -> None:

@@ -24,7 +24,7 @@ from engines import (
 )
 from leftovers import Scene
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 LAYOUT = [["cpu"], ["gpu"]]
 RAY: Json = {

@@ -29,7 +29,7 @@ from engines import (
 )
 from leftovers import AGENTS_GONE_SECONDS, SHARED_MEMORY, Scene, marked_processes, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 PLANTED = {
     name: f"planted-{name.lower().replace('_', '-')}-{uuid.uuid4().hex}"

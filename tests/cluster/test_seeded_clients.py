@@ -13,7 +13,7 @@ from engines import Model, Server, backend, serve, wait_until_healthy
 from leftovers import Scene
 from server_checks import ask, complete, long, stop, texts
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 CLIENTS, BUDGET = 64, 2048
 OPTIONS = (

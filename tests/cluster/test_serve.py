@@ -12,7 +12,7 @@ import pytest
 from engines import HERE, START_SECONDS, Model, start
 from leftovers import Scene
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", autouse=True)

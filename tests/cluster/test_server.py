@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import NAME, Model, backend
+from engines import NAME, STOP_SECONDS, Model, backend
 from leftovers import Scene, wait_until
 from quiet import noise
 from server_checks import (  # noqa: F401
@@ -32,7 +32,7 @@ from server_checks import (  # noqa: F401
     test_structured_output,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_metrics_count_the_steps_of_every_rank(servers: Pair) -> None:
         steps = steps_on_metrics(servers.ours.get("/metrics").text)
         return set(steps) == {"0", "1"} and min(steps.values()) >= 4
 
-    assert wait_until(both_have_run, 30), servers.ours.get("/metrics").text
+    assert wait_until(both_have_run, STOP_SECONDS), servers.ours.get("/metrics").text
 
 
 def test_sockets_of_ranks_have_no_names_left(servers: Pair, scene: Scene) -> None:
@@ -105,7 +105,7 @@ def test_500_requests_are_answered_once_each_as_by_stock(servers: Pair) -> None:
     def are_counted() -> bool:
         return _answered(servers.ours.get("/metrics").text) - before == REQUESTS
 
-    assert wait_until(are_counted, 30)
+    assert wait_until(are_counted, STOP_SECONDS)
 
 
 def test_sigterm_ends_the_server_as_normal_and_leaves_nothing(servers: Pair, scene: Scene) -> None:

@@ -27,7 +27,7 @@ from server_checks import (  # noqa: F401
 )
 
 # The default run compares another server with stock, and engines that schedule ahead.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 AHEAD = "plan: each step is scheduled while the one before it is computed"
 

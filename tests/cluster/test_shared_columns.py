@@ -17,7 +17,7 @@ from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [
     pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
 ]
 

@@ -27,7 +27,7 @@ from engines import (
 )
 from leftovers import Scene
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(2400)
 
 DRAFTED = 3
 """Draft tokens of a request in a step."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from engines import TOKEN, environment_of
 from leftovers import Scene
 
@@ -64,6 +65,7 @@ def status(scene: Scene, *options: str, **extra: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_engines_of_all_rays_of_the_host_are_shown(scene: Scene) -> None:
     tokens = {"first": TOKEN, "second": TOKEN, "foreign": secrets.token_hex(16)}
     with engines(scene, tokens) as there:

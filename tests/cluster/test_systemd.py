@@ -13,7 +13,7 @@ from engines import START_SECONDS, STOP_SECONDS, Model, environment_of, free_por
 from leftovers import Scene, wait_until
 from systemd_machine import ROOT, Machine, booted
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 UNIT = "ray-hetero@chat.service"
 

@@ -10,7 +10,7 @@ import pytest
 from engines import START_SECONDS, Model, start
 from leftovers import Scene
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 CONFIG = "cpu: {ranks_per_socket: 2, kv_cache_gib: 0.25}\n"
 

@@ -10,7 +10,7 @@ import pytest
 from engines import HERE, START_SECONDS, Model, start
 from leftovers import Scene
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 
 def test_a_stock_engine_gets_the_runner_that_it_would_have_had(

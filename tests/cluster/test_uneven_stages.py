@@ -10,7 +10,7 @@ from engines import IN_THIS_PROCESS, Json, Model, Stock, batch, engine, hetero, 
 from engines import tokens as tokens_of
 from leftovers import Scene
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 TWO_FEED_ONE = [["cpu", "cpu"], ["cpu"]]
 MORE_LAYOUTS = {
@@ -28,6 +28,7 @@ def arguments(model: Path, layout: list[list[str]], **engine_arguments: Any) -> 
     return engine(model, **{"dtype": "float32", **hetero(**keys), **engine_arguments})
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_stock(scene: Scene, logs: Path, model: Model, stock: Stock) -> None:
     path = model("llama", "f32")
     run = (arguments(path, TWO_FEED_ONE), [batch(prompts())])

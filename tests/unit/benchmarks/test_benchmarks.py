@@ -438,15 +438,11 @@ def test_stages_are_fitted_by_what_a_layer_and_a_step_cost() -> None:
 
 @needs_native
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "arguments", "lines"),
     [
-        pytest.param(
-            "streaming_linear",
-            ["1", "1"],
-            ["outputs are those of plain sums", "1 tokens, compact"],
-            marks=pytest.mark.slow,
-        ),
+        ("streaming_linear", ["1", "1"], ["outputs are those of plain sums", "1 tokens, compact"]),
         (
             "decode_step",
             ["1/2", "1x128", "4x300"],

@@ -70,6 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
     "nvfp4-modelopt": SPLIT,
     "w4a16": {**SPLIT, "kernel": "auto"},
 }
+USUAL = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss in mxfp4", "fp8", "w4a16")
+"""Cases with, among them, every way of computing and every kind of code; the others are slow."""
 QUANTISED = DemoShape(layers=2, hidden=384, heads=12)
 """Half of an expert's inner size, 256, is a whole block."""
 COMMON: dict[str, Any] = {
@@ -212,7 +214,9 @@ def found(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [one if one in USUAL else pytest.param(one, marks=pytest.mark.slow) for one in CASES]
+)
 def test_remote_experts_compute_what_vllms_do(name: str, found: dict[str, tuple[Any, Any]]) -> None:
     stock, stage = found[name]
     if CASES[name]["experts"]["layers"] != "all":
