@@ -193,6 +193,11 @@ class ExpertsConfig(_Section):
     prefill_gpu_gib: Gibibytes | Auto = "auto"
     """Memory of each GPU, in GiB, for experts that are being read; auto is 1 GiB, or the size of
     one expert if that is more."""
+    prefill_step_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Most tokens of a step while no request decodes, for prompts that would otherwise have the
+    GPU read each layer's experts once for every --max-num-batched-tokens. Beside requests that
+    decode, a step keeps to that limit (8192 if it is not given). All ranks need memory for such a
+    step, which is missing for the KV cache. null is --max-num-batched-tokens."""
     slots_gib: Annotated[float, Field(ge=0, le=100_000)] = 0
     """Memory of the GPU of each stage, in GiB, for slots with experts in bf16 that it computes
     itself in steps of up to 64 tokens, while the sockets compute the others; 0 for none. What it

@@ -13,7 +13,7 @@ from placement.cluster.external_group import describe_group
 from placement.cluster.layout import Layout
 from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
-from ray_hetero.compat.engine import engine_args, shared_batches
+from ray_hetero.compat.engine import engine_args, long_prompts, shared_batches
 from ray_hetero.compat.worker import late_tokens, layer_partition
 from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
@@ -141,6 +141,7 @@ class EnginePlanner:
             batches = self._batches_in_flight(plan.world)
             engine_args.limit_batches_in_flight(vllm_config, batches)
             self._share_batches()
+        self._lengthen_steps(plan.world)
         here = ray.get_runtime_context().get_node_id()
         source = expert_source(vllm_config) if plan.world.experts else None
         return EnginePlan(
@@ -250,7 +251,8 @@ class EnginePlanner:
         is right for its own world.
         """
         scheduler = self._vllm_config.scheduler_config
-        if scheduler.scheduler_cls in (late_tokens.SCHEDULER, shared_batches.CLASS):
+        own = (late_tokens.SCHEDULER, shared_batches.CLASS, *long_prompts.CLASSES)
+        if scheduler.scheduler_cls in own:
             scheduler.scheduler_cls = self._spec.engine_args.scheduler_cls
 
     def _schedules_ahead(self, world: World) -> bool:
@@ -279,6 +281,27 @@ class EnginePlanner:
         if world.has_cpu and not world.is_cpu_only and self._config.objective == "latency":
             return 1
         return int(self._vllm_config.max_concurrent_batches)
+
+    def _lengthen_steps(self, world: World) -> None:
+        """Use the room for steps of prompts alone that experts.prefill_step_tokens asks for."""
+        asked = self._config.experts.prefill_step_tokens
+        if asked is None:
+            return
+        limit = self._vllm_config.scheduler_config.max_num_scheduled_tokens
+        if not world.experts:
+            why = "no rank of this engine holds experts for others"
+        elif not long_prompts.schedule_long_prompts(self._vllm_config):
+            why = "this engine has another scheduler (--scheduler-cls, pipeline.batches_in_flight)"
+        else:
+            logger.info(
+                "steps have up to %d tokens while no request decodes, and %d beside requests that "
+                "do (experts.prefill_step_tokens)", asked, limit,
+            )  # fmt: skip
+            return
+        logger.warning(
+            "experts.prefill_step_tokens is not used, and steps have up to %d tokens: %s. Leave it "
+            "out, so that memory for %d is not kept", limit, why, asked,
+        )  # fmt: skip
 
     def _share_batches(self) -> None:
         """Divide the requests, where somebody wants more than one batch and not another scheduler.

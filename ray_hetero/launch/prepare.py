@@ -20,10 +20,12 @@ from ray_hetero.compat.engine import (
     engine_environment,
     engine_processes,
     input_processor,
+    long_prompts,
 )
 from ray_hetero.compat.engine.engine_args import choose_dtype, found_spec
 from ray_hetero.compat.models import model_registry
 from ray_hetero.config import HeteroConfig, load_config
+from ray_hetero.errors import ConfigError
 from ray_hetero.launch import early_ray
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
@@ -74,6 +76,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     gpus = known_gpus() if group is None else None
     config = load_config(engine_args.additional_config)
     config = settle_experts(engine_args, config)
+    _make_room_for_long_prompts(engine_args, config)
     # The stages are chosen by what CPU ranks would take.
     choose_dtype(engine_args, dtype_with_cpus, has_cpus=True)
     take_sizes(engine_args, config)
@@ -133,6 +136,21 @@ def _late(vllm_config: Any) -> str | None:
     serving = spec.config.serving
     step_limit_s = serving.step_timeout_s or envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
     return heartbeat.late(spec.heartbeat_path, serving.heartbeat_timeout_s, step_limit_s)
+
+
+def _make_room_for_long_prompts(engine_args: EngineArgs, config: HeteroConfig) -> None:
+    """Apply experts.prefill_step_tokens, before anything is planned by the tokens of a step."""
+    asked = config.experts.prefill_step_tokens
+    if asked is None:
+        return
+    given = engine_args.max_num_batched_tokens
+    if given is not None and given > asked:
+        raise ConfigError(
+            f"experts.prefill_step_tokens: {asked} tokens of a step without requests that decode, "
+            f"fewer than --max-num-batched-tokens ({given}), the limit beside them. Type: "
+            f"--max-num-batched-tokens {asked}, or leave experts.prefill_step_tokens out"
+        )
+    long_prompts.make_room(engine_args, asked)
 
 
 def _as_written(engine_args: EngineArgs) -> EngineArgs:

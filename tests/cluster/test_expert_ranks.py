@@ -21,6 +21,7 @@ from engines import (
     compared_until_near_ties,
     engine,
     hetero,
+    long_prompt,
     prompts,
     run_engines,
     start,
@@ -35,7 +36,7 @@ from transformers import PreTrainedTokenizerFast
 from ray_hetero.cli.demo.model import DemoShape
 from ray_hetero.observability.route_trace import RouteTrace
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 RAY: Json = {
     "num_cpus": 2, "num_gpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False
@@ -164,6 +165,36 @@ def test_a_trained_mixture_answers_what_stock_does(
     assert all(len(np.unique(layer)) > routing.shape[2] for layer in routing)
     found = json.loads((tmp_path / "training.json").read_text())
     assert found["held_out_loss"] < found["losses"][0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_prompt_beyond_a_steps_tokens_is_one_step_while_no_request_decodes(
+    scene: Scene, logs: Path, model: Model
+) -> None:
+    path = model("mixtral", "f32")
+    alone = batch([long_prompt(300)], max_tokens=1)
+    limit = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    runs = [
+        (engine(path, dtype="float32"), [alone, batch(prompts())]),
+        *(
+            (arguments(path, ONE, {"ranks": 1, **longer}, **limit),
+             [alone, TOTALS, batch(prompts()), TOTALS])
+            for longer in ({}, {"prefill_step_tokens": 512})
+        ),
+    ]  # fmt: skip
+    stock, *found = run_engines(
+        scene, logs / "longer", runs, ray=RAY, extra=PRETENDED | IN_THIS_PROCESS
+    )
+    steps = []
+    for first, (before, *_), many, (behind, *_) in found:
+        assert [tokens(first), tokens(many)] == [tokens(one) for one in stock]
+        steps.append((before["steps"], behind["steps"] - before["steps"]))
+    (chunks, _), (one, _) = steps
+    assert one == chunks - 4  # 300 tokens in steps of 64
+    assert (
+        "steps have up to 512 tokens while no request decodes"
+        in (logs / "longer" / "log").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -334,7 +365,7 @@ def test_experts_in_slots_answer_what_the_sockets_do(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 def test_engines_start_and_end_one_after_the_other(scene: Scene, logs: Path, model: Model) -> None:
     runs = [
         (arguments(model("mixtral", "f32"), ONE, {"ranks": 2}), [batch(prompts(4))])

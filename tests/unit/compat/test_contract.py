@@ -601,6 +601,8 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/engine/engine_core", EngineCore, "batch_queue"),
     ("compat/engine/engine_core", Scheduler, "waiting"),
     ("compat/engine/engine_core", Scheduler, "max_num_scheduled_tokens"),
+    ("compat/engine/long_prompts", Scheduler, "running"),
+    ("compat/engine/long_prompts", Request, "is_prefill_chunk"),
     ("compat/worker/spec_decode", GPUModelRunner, "speculative_config"),
     ("compat/worker/spec_decode", GPUModelRunner, "input_batch"),
     ("compat/worker/spec_decode", GPUModelRunner, "input_ids"),
