@@ -2,20 +2,25 @@
 
     python tools/vllm_release.py 0.33.0      one release
     python tools/vllm_release.py others      those that are supported and not installed
+    python tools/vllm_release.py --operators 0.33.0      with the installed CPU operators
 
 It prints the folders below `build/vllm/`, one of which is to be put into PYTHONPATH.  Shared
 objects are left out: the files are imported with the torch of the environment.  The release is
 marked as a CPU build (0.33.0+cpu), by which vLLM chooses its platform.  A folder that is there is
-not fetched again.
+not fetched again.  With `--operators`, a second folder beside it has links to the shared objects of
+the installed vLLM, so that engines run with the Python files of one release and the compiled
+operators of another; where the two differ in an operator's signature, its callers fail.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.version import Version
@@ -51,6 +56,31 @@ def unpacked(release: str, cache: Path = CACHE) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix=".tmp-") as scratch:
         fresh = Path(scratch) / "fresh"
         _unpack(_fetched(release, Path(scratch)), release, fresh)
+        fresh.rename(folder)
+    return folder
+
+
+def with_operators(release: str, cache: Path = CACHE) -> Path:
+    """The folder with a release's Python files and the installed vLLM's shared objects.
+
+    Raises:
+        SystemExit: as `unpacked`, or the installed vLLM has no shared objects.
+
+    """
+    folder = cache / f"{release}-operators"
+    if folder.exists():
+        return folder
+    files = unpacked(release, cache)
+    found = find_spec("vllm")
+    installed = Path(next(iter(found.submodule_search_locations or ()), "")) if found else Path()
+    objects = sorted(installed.glob("*.so")) if found else []
+    if not objects:
+        raise SystemExit("no compiled operators: the installed vLLM has none, type: make env")
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".tmp-") as scratch:
+        fresh = Path(scratch) / "fresh"
+        shutil.copytree(files, fresh, copy_function=os.link)
+        for one in objects:
+            (fresh / "vllm" / one.name).symlink_to(one)
         fresh.rename(folder)
     return folder
 
@@ -92,8 +122,9 @@ def _unpack(wheel: Path, release: str, target: Path) -> None:
 
 def main(asked: list[str]) -> None:
     """Fetch what is named on the command line."""
-    releases = others() if asked == ["others"] else asked
-    print(*(unpacked(one) for one in releases))
+    made = with_operators if asked[:1] == ["--operators"] else unpacked
+    named = [one for one in asked if one != "--operators"]
+    print(*(made(one) for one in (others() if named == ["others"] else named)))
 
 
 if __name__ == "__main__":

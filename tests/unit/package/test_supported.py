@@ -75,6 +75,26 @@ def test_a_release_is_unpacked_without_kernels_and_marked_as_a_cpu_build(
     assert vllm_release.unpacked("0.33.0", tmp_path) == folder
 
 
+def test_a_release_is_put_together_with_the_operators_of_the_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n"
+    monkeypatch.setattr(vllm_release, "_fetched", lambda release, folder: wheel_of(folder, text))
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm_release, "find_spec", lambda name: None)
+        with pytest.raises(SystemExit, match="no compiled operators"):
+            vllm_release.with_operators("0.33.0", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0.33.0"]
+    folder = vllm_release.with_operators("0.33.0", tmp_path)
+    assert (folder / "vllm/__init__.py").exists()
+    objects = sorted((folder / "vllm").glob("*.so"))
+    assert "_C.abi3.so" in [path.name for path in objects]
+    assert all(path.is_symlink() and path.exists() for path in objects)
+    # The contract tests look at Python files only.
+    assert list((tmp_path / "0.33.0").rglob("*.so")) == []
+    assert vllm_release.with_operators("0.33.0", tmp_path) == folder
+
+
 def test_a_release_that_is_not_what_it_says_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
