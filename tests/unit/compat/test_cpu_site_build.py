@@ -116,6 +116,33 @@ def test_everything_that_is_missing_is_named_before_anything_is_fetched(
 
 
 @pytest.mark.parametrize(
+    ("compiler", "lacks", "said"),
+    [
+        ("12.2.0", "", r"g\+\+ 12\.3 or later: .*g\+\+ is 12\.2\.0 \(CXX names it\)"),
+        ("clang version", "", r"g\+\+ 12\.3 or later: .*g\+\+ is another compiler \(CXX names it\)"),
+        ("13.2.0", "numa.h", r"numa\.h, of libnuma-dev \(numactl-devel\)"),
+        ("13.2.0", "omp.h", r"omp\.h, of the OpenMP files of g\+\+"),
+        ("13.2.0", "Python.h", r"Python\.h, of the headers of Python 3\.1\d"),
+    ],
+)  # fmt: skip
+def test_each_thing_that_is_missing_has_its_own_words(
+    compiler: str, lacks: str, said: str, index: Path, onednn: Path, tmp_path: Path
+) -> None:
+    write_compiler(tmp_path / "g++", compiler, lacks=lacks or "nothing.h")
+    line = rf"vLLM cannot be built here\. Missing: {said}\. Nothing was fetched$"
+    with pytest.raises(CpuSiteError, match=line):
+        build_wheel("0.33.0", tmp_path, onednn=onednn)
+
+
+def test_pip_is_needed(
+    index: Path, onednn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_site_build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CpuSiteError, match=r"Missing: pip in this environment\. Nothing"):
+        build_wheel("0.33.0", tmp_path, onednn=onednn)
+
+
+@pytest.mark.parametrize(
     ("files", "release", "message"),
     [
         (FILES, "0.34.0", r"pip could not fetch the sources of vllm==0\.34\.0: "),
