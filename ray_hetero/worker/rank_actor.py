@@ -63,7 +63,7 @@ from ray_hetero.world import RankSpec
 resting_collector.wake()
 
 
-def _prepare_platform_of_cpus(vllm_config: VllmConfig) -> None:
+def prepare_platform_of_cpus(vllm_config: VllmConfig) -> None:
     """Let vLLM's operators for CPUs compute what this package expects of them."""
     expert_router.use_routing(route)
     latent_attention.turn_all_heads()
@@ -129,7 +129,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
                 self._serving_cpus = self._stay_near_gpu(physical_gpus[seat.local_rank])
         cpu_rank = None
         if current_platform.is_cpu():
-            _prepare_platform_of_cpus(self._vllm_config)
+            prepare_platform_of_cpus(self._vllm_config)
         if seat.kind == "cpu":
             cpu_rank = CpuRank(self._rank, self._vllm_config, self._prompt_gpu(physical_gpus))
         layer_partition.set_partition(world.layers)
