@@ -119,7 +119,8 @@ def test_everything_that_is_missing_is_named_before_anything_is_fetched(
     ("compiler", "lacks", "said"),
     [
         ("12.2.0", "", r"g\+\+ 12\.3 or later: .*g\+\+ is 12\.2\.0 \(CXX names it\)"),
-        ("clang version", "", r"g\+\+ 12\.3 or later: .*g\+\+ is another compiler \(CXX names it\)"),
+        ("clang version", "", r"g\+\+ 12\.3 or later: .*g\+\+ is another compiler"
+         r" \(CXX names it\)"),
         ("13.2.0", "numa.h", r"numa\.h, of libnuma-dev \(numactl-devel\)"),
         ("13.2.0", "omp.h", r"omp\.h, of the OpenMP files of g\+\+"),
         ("13.2.0", "Python.h", r"Python\.h, of the headers of Python 3\.1\d"),
