@@ -94,6 +94,30 @@ class Room:
         """Provide memory for these bytes."""
 
 
+class _Step:
+    """Memory that the first thread to come prepares, while others wait for that.
+
+    Args:
+        pages: of the memory.
+        begin: first byte.
+        end: the one behind the last.
+
+    """
+
+    def __init__(self, pages: SharedPages, begin: int, end: int) -> None:
+        self._pages = pages
+        self.begin, self.end = begin, end
+        self._is_ready = False
+        self._preparing = threading.Lock()
+
+    def take(self) -> None:
+        """Prepare the memory, unless it is."""
+        with self._preparing:
+            if not self._is_ready:
+                self._pages.prepare(self.begin, self.end)
+                self._is_ready = True
+
+
 class SharedRoom(Room):
     """Memory that other processes map.
 
@@ -113,7 +137,7 @@ class SharedRoom(Room):
         self._begin(self.pages.memory, (0, left))
         self._prepared = [0, left]
         self._expected = [0, left]
-        self._steps: list[tuple[int, int, Future[None]]] = []
+        self._steps: list[_Step] = []
         # Nothing is prepared twice: that writes where weights may be by then.
         self._claiming = threading.Lock()
 
@@ -128,14 +152,17 @@ class SharedRoom(Room):
             while (begin := self._prepared[half]) < wanted:
                 end = -(-min(begin + LONG_STEP, self._expected[half]) // STEP) * STEP
                 self._prepared[half] = end
-                self._steps.append((begin, end, submit(self.pages.prepare, begin, end)))
+                step = _Step(self.pages, begin, end)
+                self._steps.append(step)
+                submit(step.take)
 
     def wait(self, place: torch.Tensor) -> None:
         """See `Room`."""
         first = place.data_ptr() - self._memory.data_ptr()
-        for begin, end, step in self._steps:
-            if begin < first + place.nbytes and first < end:
-                step.result()
+        for step in self._steps:
+            if step.begin < first + place.nbytes and first < step.end:
+                # All threads may be here, for steps that are queued behind what they do.
+                step.take()
 
     def _take(self, begin: int, end: int, half: int) -> None:
         with self._claiming:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from ray_hetero.kernels.experts.file_experts import FileReader, FileWeight, Rows
 from ray_hetero.kernels.experts.quantised_experts import KINDS, held  # noqa: E402
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS, CompactWeight, PackedWeight  # noqa: E402
+from ray_hetero.runtime.shared_pages import STEP  # noqa: E402
 
 EXPERTS, HIDDEN, INNER, BLOCK = 3, 96, 64, 32
 E8M0 = torch.float8_e8m0fnu
@@ -179,6 +182,28 @@ def test_weights_in_bf16_are_packed_or_compact(file: File, kind: str, room: Make
     found = RoutedExperts.in_room(memory, weights, native=NATIVE, level=level)
     x, ids = torch.randn(5, HIDDEN).bfloat16(), torch.randint(0, EXPERTS, (5, 2))
     assert torch.equal(found(x, None, ids), expected(x, None, ids))
+
+
+def test_memory_is_there_although_all_threads_wait_for_it() -> None:
+    queued = []
+
+    def submit(function: Callable[..., Any], *given: Any) -> Future[Any]:
+        queued.append(lambda: function(*given))
+        return Future()
+
+    room = SharedRoom((STEP, STEP))
+    room.expect((STEP, STEP))
+    room.provide(0, STEP, submit)
+    place = room.taken(100, 0)
+    waiting = threading.Thread(target=room.wait, args=(place,), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    place.fill_(7)
+    for one in queued:
+        one()
+    assert (place == 7).all()
+    assert room.pages.prepared_bytes == STEP
 
 
 @needs_native
