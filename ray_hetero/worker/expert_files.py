@@ -238,7 +238,11 @@ class _Maker:
         self._progress = progress
         self._reader = FileReader(kernel.native, torch.get_num_threads(), progress.read)
         folder = config.experts.keep_packed
-        self._kept = KeptExperts(folder, source, share, kernel, self._kind.name) if folder else None
+        self._kept = (
+            KeptExperts(folder, source, share, kernel, self._kind.name, files.opened)
+            if folder
+            else None
+        )
 
     def close(self) -> None:
         """Read no more, and wait for what is being kept."""

@@ -79,12 +79,14 @@ class KeptExperts:
         share: of this rank.
         kernel: computes the experts.
         weights: name of the format of weights that the checkpoint holds in bf16.
+        opened: descriptor of a file of the checkpoint, the one that is read.
 
     """
 
     def __init__(
-        self, folder: str, source: ExpertSource, share: Share, kernel: StreamingLinear, weights: str
-    ) -> None:
+        self, folder: str, source: ExpertSource, share: Share, kernel: StreamingLinear,
+        weights: str, opened: Callable[[Path], int],
+    ) -> None:  # fmt: skip
         name = Path(source.model).name
         model = hashlib.sha256(source.model.encode()).hexdigest()[:8]
         self.folder = Path(folder).expanduser() / f"{name}-{model}"
@@ -96,6 +98,9 @@ class KeptExperts:
             "level": str(kernel.level.name),
             "format": source.tensors.scheme or weights,
         }
+        self._opened = opened
+        self._begun: dict[str, dict[str, str]] = {}
+        """Key of each layer when it began to be read."""
         self._said: set[str] = set()
         self._writer: ThreadPoolExecutor | None = None
         self._tasks: list[futures.Future[None]] = []
@@ -124,8 +129,9 @@ class KeptExperts:
 
         """
         path = self.path(layer)
+        self._begun[layer] = key = self._key(tensors)
         try:
-            kept = self._described(path, self._key(tensors))
+            kept = self._described(path, key)
         except FileNotFoundError:
             return None
         except (_UnfitError, OSError) as error:
@@ -201,7 +207,8 @@ class KeptExperts:
 
     def _key(self, tensors: Mapping[Key, StoredTensor]) -> dict[str, str]:
         """All that a layer's file depends on, by name."""
-        files = {one.file: one.file.stat() for one in tensors.values()}
+        # Of the files that are read, whatever their names stand for by now.
+        files = {one.file: os.fstat(self._opened(one.file)) for one in tensors.values()}
         said = [
             sorted((path.name, of.st_size, of.st_mtime_ns) for path, of in files.items()),
             sorted((one.name, one.dtype, one.shape, one.offset) for one in tensors.values()),
@@ -257,10 +264,20 @@ class KeptExperts:
         return PackedWeight.made(packed, self._native)
 
     def keep(self, layer: str, tensors: Mapping[Key, StoredTensor], experts: RoutedExperts) -> None:
-        """Write a layer behind others, in a thread."""
+        """Write a layer behind others, in a thread; not of files that were written meanwhile."""
+        if self._failed.is_set():
+            return
+        key = self._key(tensors)
+        if key != self._begun[layer]:
+            self._failed.set()
+            logger.warning(
+                "experts.keep_packed: the packed experts are not kept in %s: files of the "
+                "checkpoint have changed while they were read", self.folder,
+            )  # fmt: skip
+            return
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "ray_hetero-keep")
-        self._tasks.append(self._writer.submit(self._keep, layer, self._key(tensors), experts))
+        self._tasks.append(self._writer.submit(self._keep, layer, key, experts))
 
     def finish(self) -> None:
         """Wait until all is written, and say so."""

@@ -272,3 +272,34 @@ def test_leftovers_of_processes_that_are_gone(case: Case) -> None:
     case.load()
     assert (gone.exists(), running.exists()) == (False, True)
     assert math.prod(path.stat().st_size for path in case.files) > 0
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_checkpoint_that_is_written_while_it_is_read(
+    case: Case, is_renamed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, before = case.model / "model.safetensors", case.load(kept=False)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # a byte of the last layer's last expert
+    keep = kept_experts.KeptExperts.keep
+
+    def written(kept: Any, *given: Any) -> None:
+        # All layers are there, and begin to be kept.
+        if is_renamed:
+            other = file.with_name("other")
+            other.write_bytes(content)
+            other.rename(file)
+        else:
+            file.write_bytes(content)
+        keep(kept, *given)
+
+    monkeypatch.setattr(kept_experts.KeptExperts, "keep", written)
+    monkeypatch.setattr(expert_files, "LAYERS_AT_ONCE", LAYERS)
+    assert case.load() == before
+    monkeypatch.undo()
+    said = warnings(caplog)
+    assert len(said) == (0 if is_renamed else 1)
+    assert all("files of the checkpoint have changed while they were read" in one for one in said)
+    after = case.load()
+    assert after == case.load(kept=False)
+    assert after != before
