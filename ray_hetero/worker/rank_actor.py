@@ -32,6 +32,7 @@ from ray_hetero.compat.models import (
     expert_router,
     latent_attention,
     pipeline_models,
+    torch_operators,
 )
 from ray_hetero.compat.worker import (
     late_tokens,
@@ -64,7 +65,17 @@ resting_collector.wake()
 
 
 def prepare_platform_of_cpus(vllm_config: VllmConfig) -> None:
-    """Let vLLM's operators for CPUs compute what this package expects of them."""
+    """Let vLLM's operators for CPUs compute what this package expects of them.
+
+    Those that are missing are computed by PyTorch, and a line in the log says so.
+    """
+    current_platform.import_kernels()
+    if missing := torch_operators.define_missing():
+        logger.warning(
+            "vLLM has no compiled operators for CPUs here: PyTorch computes %s in their place, "
+            "prompts most of all take longer",
+            ", ".join(missing),
+        )
     expert_router.use_routing(route)
     latent_attention.turn_all_heads()
     model_runner.count_without_compiler()

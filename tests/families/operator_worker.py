@@ -46,6 +46,10 @@ class Worker(CPUWorker):  # type: ignore[misc]
     _rank: CpuRank
     _kind = PROMPT
 
+    def __init__(self, vllm_config: Any, *given: Any, **named: Any) -> None:
+        prepare_platform_of_cpus(vllm_config)
+        super().__init__(vllm_config, *given, **named)
+
     def init_device(self) -> None:
         """Join the groups, and take the cores."""
         with _noted(START):
@@ -57,7 +61,6 @@ class Worker(CPUWorker):  # type: ignore[misc]
             self._load(**given)
 
     def _load(self, **given: Any) -> None:
-        prepare_platform_of_cpus(self.vllm_config)
         one = world("c", layers=self.model_config.get_total_num_hidden_layers())
         spec = SimpleNamespace(
             seat=one.seats[0], world=one, spare=(), place="", gpus_beside=(),
