@@ -18,28 +18,28 @@ RESULTS = DOCS.parent / "tests" / "families" / "operators.json"
 BEGIN = "<!-- operators: written by tools/write_operators_page.py -->"
 END = "<!-- end of operators -->"
 KINDS = {"start": "at the start", "prompt": "steps with prompts", "decode": "decode steps"}
-"""Kinds of steps in the results, and their columns."""
-OURS = "this project's, in PyTorch: taken where the processor has no AVX512-BF16"
+"""Columns of the kinds of steps in the results."""
+HERE = "`torch_operators.py`"
 NO_FORM = "none"
 IN_TORCH = {
     "causal_conv1d_fwd_cpu": NO_FORM,
     "causal_conv1d_weight_pack": NO_FORM,
     "chunk_gated_delta_rule_cpu": NO_FORM,
-    "compute_slot_mapping_kernel_impl": "none; a look-up in the block table",
-    "cpu_attention_with_kv_cache": NO_FORM,
-    "cpu_attn_reshape_and_cache": NO_FORM,
+    "compute_slot_mapping_kernel_impl": HERE,
+    "cpu_attention_with_kv_cache": HERE,
+    "cpu_attn_reshape_and_cache": HERE,
     "create_onednn_mm_handler": "`torch.nn.functional.linear`, which vLLM takes where it fails",
-    "fused_add_rms_norm": OURS,
+    "fused_add_rms_norm": HERE,
     "fused_gdn_gating_cpu": NO_FORM,
-    "get_scheduler_metadata": "none; read by `cpu_attention_with_kv_cache` alone",
-    "greedy_argmax": "`logits.argmax(dim=-1)`, which vLLM takes on GPUs",
+    "get_scheduler_metadata": HERE,
+    "greedy_argmax": HERE,
     "mla_decode_kvcache": NO_FORM,
     "onednn_mm": "`torch.nn.functional.linear`",
-    "rms_norm": OURS,
-    "rotary_embedding": "vLLM's `RotaryEmbedding.forward_native`",
-    "silu_and_mul": OURS,
+    "rms_norm": HERE,
+    "rotary_embedding": HERE,
+    "silu_and_mul": HERE,
 }
-"""By operator: a form in plain PyTorch that is there."""
+"""Form of each operator in plain PyTorch; `HERE` is in `compat/models`."""
 
 Results = Mapping[str, Mapping[str, Sequence[str]]]
 

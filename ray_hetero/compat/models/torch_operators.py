@@ -4,7 +4,7 @@ Names, arguments and memory are those of the compiled operators, so that whateve
 them: vLLM's own code, and this project's layers.  They are those that a CPU rank calls for a dense
 model with this project's kernels (docs/upgrading-vllm.md).
 
-Uses: the operators of `torch.ops._C` in `SCHEMAS`, which stand in for vLLM's by the same name.
+Uses: names and arguments of vLLM's compiled operators, those in `SCHEMAS`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch.nn import functional
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.layers.kv_layouts import TILE, TILES
 
+TILES, TILE = "amx", 16
+"""Name of the layout for AMX, and rows and columns of its tiles; kernels/layers/kv_layouts.py
+describes the layouts."""
 ISAS = ("vec", "vec16", TILES)
 """Layouts of keys and values in a block, by their place in what `get_scheduler_metadata` gives."""
 ROWS_AT_ONCE = 512
@@ -331,7 +333,7 @@ SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     "gelu_and_mul": (_OUT, _gated(functional.gelu)),
     "gelu_tanh_and_mul": (_OUT, _gated(lambda x: functional.gelu(x, approximate="tanh"))),
 }  # fmt: skip
-"""By name: schema and function."""
+"""Schema and function of each operator, by its name."""
 
 
 def define_missing() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from ray_hetero.compat.models import torch_operators  # noqa: E402
 from ray_hetero.compat.models.torch_operators import SCHEMAS  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
+from ray_hetero.kernels.layers import kv_layouts  # noqa: E402
 
 current_platform.import_kernels()
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 32, 32
@@ -103,6 +104,7 @@ def test_keys_and_values_lie_where_the_operator_puts_them(isa: str) -> None:
         write(key, value, keys, values, slots, isa)
         made.append(cache)
     assert torch.equal(*made)
+    assert (torch_operators.TILES, torch_operators.TILE) == (kv_layouts.TILES, kv_layouts.TILE)
     with pytest.raises(UnsupportedError, match="no KV cache in fp8_e4m3"):
         torch_operators.reshape_and_cache(
             key, value, keys, values, slots, isa, kv_cache_dtype="fp8_e4m3"
