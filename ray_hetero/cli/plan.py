@@ -41,8 +41,6 @@ from ray_hetero.planning.sizes.hub_headers import hub_model
 from ray_hetero.planning.sizes.model_sizes import sizes_of, with_caches
 from ray_hetero.preflight.node_software import lacking_kernels
 from ray_hetero.preflight.unsupported_checkpoints import (
-    MAMBA_2,
-    NO_PREFIX_CACHING,
     CheckpointOnCpus,
 )
 
@@ -128,16 +126,9 @@ def _served_with(options: PlanOptions, config: HeteroConfig, plan: Plan) -> dict
         "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, options.gpu_memory_utilization),
         "--dtype": _unless("auto", options.dtype),
         "--kv-cache-dtype": _unless("auto", options.kv_cache_dtype),
-        NO_PREFIX_CACHING: _unless(False, _keeps_states_by_chunks(plan)),
         "--speculative-config": speculative
         and speculative_option(int(speculative.partition(",")[0]), options.draft_model),
     }
-
-
-def _keeps_states_by_chunks(plan: Plan) -> bool:
-    """Whether CPU ranks would keep states of Mamba 2 by chunks, if prompts were cached."""
-    kinds = {kind for stage in plan.split.stages for kind in stage.devices.kinds}
-    return "cpu" in kinds and plan.shape.model_type in MAMBA_2
 
 
 def _unless(default: object, value: object) -> object:

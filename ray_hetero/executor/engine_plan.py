@@ -30,7 +30,6 @@ from ray_hetero.planning.rank_devices import reads_over_link
 from ray_hetero.planning.rank_specs import rank_specs, spare_cpus
 from ray_hetero.preflight.refusal import refuse_first
 from ray_hetero.preflight.refusals import (
-    CACHING_OF_CPU_RANKS,
     DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
     SCHEDULING_OF_CPU_RANKS,
@@ -196,8 +195,6 @@ class EnginePlanner:
             return
         refuse_first(ENGINES_OF_CPU_RANKS, self._vllm_config.parallel_config)
         refuse_first(SCHEDULING_OF_CPU_RANKS, self._scheduling(world))
-        if world.has_cpu:
-            refuse_first(CACHING_OF_CPU_RANKS, self._vllm_config)
         speculative, stages = self._vllm_config.speculative_config, world.layout.stages
         if speculative is not None:
             refuse_first(

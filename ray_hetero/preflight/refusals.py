@@ -24,7 +24,6 @@ from ray_hetero.preflight.refused_models import (
     MODELS_OF_EXPERT_RANKS,
 )
 from ray_hetero.preflight.settings import check_settings
-from ray_hetero.preflight.unsupported_checkpoints import MAMBA_2, NO_PREFIX_CACHING
 from ray_hetero.preflight.unsupported_drafters import (
     METHODS,
     Drafting,
@@ -38,20 +37,8 @@ from ray_hetero.preflight.unsupported_drafters import (
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle_to_what_is_asked
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
-
-
-def states_kept_by_chunks(vllm_config: VllmConfig) -> str | None:
-    """Type of a model whose layers of Mamba 2 keep states of chunks; None for any other.
-
-    Args:
-        vllm_config: the engine's; `mamba_cache_mode` is `align` with prefix caching.
-
-    """
-    model_type = str(vllm_config.model_config.hf_text_config.model_type)
-    is_kept = vllm_config.cache_config.mamba_cache_mode == "align"
-    return model_type if is_kept and model_type in MAMBA_2 else None
 
 
 ALWAYS: Sequence[Refusal[EngineArgs]] = (
@@ -245,18 +232,6 @@ DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
 )
 """Speculative decoding that is refused in a world with CPU ranks."""
 
-CACHING_OF_CPU_RANKS: Sequence[Refusal[VllmConfig]] = (
-    Refusal(
-        "prefix caching beside layers of Mamba 2 ({found})",
-        states_kept_by_chunks,
-        "vLLM's operator for CPUs gives no states of a prompt's chunks, and the first prompt would "
-        "end the engine",
-        f"Type: {NO_PREFIX_CACHING}, or write a layout without CPU ranks.",
-        seen="A random Granite 4 checkpoint: stock vLLM's engine on a CPU ends with an IndexError.",
-    ),
-)
-"""Caching that is refused in a world with CPU ranks."""
-
 SCHEDULING_OF_CPU_RANKS: Sequence[Refusal[Scheduling]] = (
     Refusal(
         "--async-scheduling with {found}",
@@ -276,7 +251,6 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
         *ENGINES_OF_CPU_RANKS,
         *DRAFTING_OF_CPU_RANKS,
         *SCHEDULING_OF_CPU_RANKS,
-        *CACHING_OF_CPU_RANKS,
     ),
     "with `max_restarts`": WITH_RESTARTS,
     "with `experts.ranks`": (*WITH_EXPERT_RANKS, *MODELS_OF_EXPERT_RANKS),

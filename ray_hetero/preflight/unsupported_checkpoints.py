@@ -19,9 +19,6 @@ MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 """Architectures of which most layers are gated convolutions over a few tokens."""
-MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
-"""Architectures with layers of Mamba 2, whose states vLLM's prefix caching keeps by chunks."""
-NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
 """Keys under which a checkpoint names modules that it does not quantise."""
 

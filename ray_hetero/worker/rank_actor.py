@@ -144,7 +144,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if seat.kind == "cpu":
             cpu_rank = CpuRank(self._rank, self._vllm_config, self._prompt_gpu(physical_gpus))
         layer_partition.set_partition(world.layers)
-        pipeline_models.prepare_loading()
+        pipeline_models.prepare_loading(has_cpu=world.has_cpu)
         speculation = Speculation.of(self._vllm_config, world, seat)
         if speculation is not None:
             speculation.before_loading()

@@ -48,7 +48,8 @@ def arguments(kind: str, directory: Path) -> Json:
     given = stock_arguments(directory)
     if kind == "stock":
         return given | {"kv_cache_memory_bytes": CACHE_MIB << 20}
-    given.pop("compilation_config", None)
+    for stock_only in ("compilation_config", "enable_prefix_caching"):
+        given.pop(stock_only, None)
     ours: Json = {
         "cpu": {"kv_cache_gib": CACHE_MIB / 1024, "ranks_per_socket": 2},
         "warmup": {"step_timeout_s": 120},

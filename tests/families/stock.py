@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ray_hetero.preflight.unsupported_checkpoints import MAMBA_2
+MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+"""Architectures with layers of Mamba 2, of which stock vLLM on a CPU keeps no prefixes."""
 
 
 def stock_arguments(directory: Path) -> dict[str, Any]:

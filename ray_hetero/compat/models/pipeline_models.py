@@ -9,14 +9,22 @@ from typing import Any
 
 from torch import nn
 
+from ray_hetero.compat.models import mamba2
 from ray_hetero.compat.patching import original, replace
 
 LAYER = re.compile(r"\.\d+\.")
 """Part of the name of a weight that belongs to a numbered layer."""
 
 
-def prepare_loading() -> None:
-    """Let every model load its own stage; called before a rank loads its weights."""
+def prepare_loading(*, has_cpu: bool = False) -> None:
+    """Let every model load its own stage; called before a rank loads its weights.
+
+    Args:
+        has_cpu: whether any rank of the engine is a CPU socket.
+
+    """
+    if has_cpu:
+        mamba2.keep_states_of_step_ends()
     leave_out_layers_of_other_stages()
     give_heads_their_tied_weights()
     pass_layers_of_other_stages()

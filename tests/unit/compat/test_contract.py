@@ -65,6 +65,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization import modelopt
@@ -268,6 +269,9 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/models/model_parts", MambaSpec, "dtypes"),
     ("compat/models/model_parts", MambaSpec, "tp_replicated"),
     ("compat/models/model_parts", CompilationConfig, "static_forward_context"),
+    ("compat/models/mamba2", MambaMixer2, "get_kv_cache_spec"),
+    ("compat/models/mamba2", MambaSpec, "num_prefill_checkpoint_blocks"),
+    ("compat/models/mamba2", MambaSpec, "prefill_checkpoint_alignment"),
     ("compat/worker/warmup", CPUModelRunner, "profile_run"),
     ("compat/worker/warmup", CPUModelRunner, "warming_up_model"),
     ("compat/worker/warmup", GPUModelRunner, "_dummy_run"),

@@ -6,7 +6,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from ray_hetero.preflight import unsupported_drafters
 from ray_hetero.preflight.refusal import refuse_first
 from ray_hetero.preflight.refusals import (
     ALWAYS,
-    CACHING_OF_CPU_RANKS,
     DRAFTING_OF_CPU_RANKS,
     ENGINES_OF_CPU_RANKS,
     REFUSALS,
@@ -94,7 +92,7 @@ def test_every_refusal_is_tested() -> None:
 def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
-        DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, CACHING_OF_CPU_RANKS, MODELS_OF_CPU_GROUPS,
+        DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, MODELS_OF_CPU_GROUPS,
         WITH_EXPERT_RANKS, MODELS_OF_EXPERT_RANKS,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
@@ -321,19 +319,3 @@ def test_the_page_shows_the_tables() -> None:
 def test_a_page_without_its_marks_is_not_written() -> None:
     with pytest.raises(ValueError, match="expected the lines"):
         written("# Compatibility\n")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "mode", "is_refused"),
-    [("falcon_h1", "align", True), ("falcon_h1", "none", False), ("qwen3_next", "align", False)],
-)
-def test_states_of_chunks_are_refused(model_type: str, mode: str, is_refused: bool) -> None:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
-        cache_config=SimpleNamespace(mamba_cache_mode=mode),
-    )
-    if not is_refused:
-        refuse_first(CACHING_OF_CPU_RANKS, config)
-        return
-    with pytest.raises(UnsupportedError, match="Type: --no-enable-prefix-caching"):
-        refuse_first(CACHING_OF_CPU_RANKS, config)
