@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ray_hetero.preflight.checks import Check
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -43,16 +46,24 @@ def _show(found: Sequence[Check]) -> None:
 
     console = Console(soft_wrap=True, highlight=False)
     width = max(len(check.name) for check in found)
+    indent = " " * (width + 8)
     for check in found:
         line = Text(f"{check.status:4}", style=STYLES[check.status])
-        line.append(f"  {check.name:{width}}  {check.found}", style="default")
+        line.append(f"  {check.name:{width}}  ", style="default")
+        line.append(f"\n{indent}".join(_wrapped(console, check.found, indent)), style="default")
         console.print(line)
         if check.remedy:
             # Not wrapped and on a line of its own, so that it can be copied.
-            console.print(Text(f"      {'':{width}}  → {check.remedy}"))
+            console.print(Text(f"{indent}→ {check.remedy}"))
     counts = {status: sum(check.status == status for check in found) for status in STYLES}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    console.print(Text(next_step(counts)))
+    console.print(Text("\n".join(_wrapped(console, next_step(counts)))))
+
+
+def _wrapped(console: Console, text: str, indent: str = "") -> list[str]:
+    """Lines of a text beside an indent; in a file or a pipe one line, for programs."""
+    room = console.width - len(indent)
+    return textwrap.wrap(text, max(room, 20)) if console.is_terminal else [text]
 
 
 def next_step(counts: Mapping[str, int]) -> str:

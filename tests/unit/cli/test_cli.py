@@ -159,6 +159,21 @@ def test_doctor_ends_with_the_next_step_on_this_host() -> None:
     assert expected in last
 
 
+def test_doctor_breaks_lines_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "AVX512-BF16; no AMX, so that long prompts take longer; decoding is limited by memory"
+    remedy = "export RAY_memory_monitor_refresh_ms=0 RAY_worker_niceness=0 " * 2
+    fake_checks(monkeypatch, Check("processor", "warn", long, remedy.strip()))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    lines = re.sub(r"\x1b\[[\d;]*m", "", run("doctor").output).splitlines()
+    first, second, command, *_ = lines
+    assert first.startswith("warn  processor  AVX512-BF16; ")
+    assert second.startswith(" " * 17)
+    assert f"{first[17:]} {second[17:]}" == long
+    assert command == f"{' ' * 17}→ {remedy.strip()}"
+    assert max(len(line) for line in lines if line != command) <= 80
+
+
 def test_doctor_passes_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_checks(monkeypatch, Check("swap", "warn", "1.0 GiB of 8.0 GiB used", "swapoff -a"))
     passed = run("doctor")
