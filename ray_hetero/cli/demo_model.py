@@ -38,6 +38,10 @@ def demo_model(
             "demo-model needs transformers, which comes with vLLM; "
             "type: pip install 'ray-hetero[cpu]'"
         )
+    from ray_hetero.preflight.host_checks import torchvision_check
+
+    if (check := torchvision_check()).status == "fail":
+        raise UnsupportedError(f"{check.found}; type: {check.remedy}")
     from safetensors import SafetensorError
     from transformers.utils import logging
 

@@ -119,11 +119,17 @@ def _software_checks() -> Iterator[Check]:
     yield checks.check_torch(torch, torch_requirement())
     yield checks.check_ray(installed_version("ray"))
     yield check_cpu_site(installed_version("vllm") if cpu_site_needed() else None, torch)
-    found = {name: installed_version(name) for name in COMPANIONS}
-    yield checks.check_torchvision(torch, {name: v for name, v in found.items() if v is not None})
+    yield torchvision_check()
     yield checks.check_ipex(installed_version(checks.IPEX_PACKAGE), torch)
     yield checks.check_libnuma(ctypes.util.find_library("numa"))
     yield _native_check()
+
+
+def torchvision_check() -> Check:
+    """Torch's companions of this environment."""
+    found = {name: installed_version(name) for name in COMPANIONS}
+    there = {name: release for name, release in found.items() if release is not None}
+    return checks.check_torchvision(installed_version("torch"), there)
 
 
 def torch_requirement() -> str | None:

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from ray_hetero.cli.demo.model import ARCHITECTURES, DemoShape, write_demo_model
 from ray_hetero.cli.demo.tokenizer import BEGIN, TEXT, text_tokens, train_tokenizer
-from ray_hetero.errors import ConfigError
+from ray_hetero.cli.main import commands
+from ray_hetero.errors import ConfigError, UnsupportedError
+from ray_hetero.preflight import host_checks
 
 SMALL = DemoShape(layers=2, hidden=64, heads=2)
 CLASS = {
@@ -171,3 +174,15 @@ def test_unknown_names_are_answered_with_the_known_ones(tmp_path: Path) -> None:
 def test_impossible_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DemoShape(**sizes)
+
+
+def test_a_torchvision_that_breaks_transformers_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(host_checks, "installed_version", versions.get)
+    done = CliRunner().invoke(commands, ["demo-model", str(tmp_path / "model")])
+    assert isinstance(done.exception, UnsupportedError)
+    assert "torchvision: CUDA builds beside torch 2.13.0+cpu" in str(done.exception)
+    assert str(done.exception).endswith("type: pip uninstall --yes torchvision")
+    assert not (tmp_path / "model").exists()
