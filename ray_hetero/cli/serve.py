@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -147,11 +149,24 @@ def _summary(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _at_words(text: str, indent: str = "") -> str:
+    """A text whose lines end at words on a terminal; one line elsewhere, for programs.
+
+    Args:
+        text: one line.
+        indent: of the lines below the first.
+
+    """
+    if not sys.stdout.isatty():
+        return text
+    return textwrap.fill(text, shutil.get_terminal_size().columns, subsequent_indent=indent)
+
+
 def _run(command: Sequence[str], log: Path, found: Mapping[str, Any]) -> None:
     from ray_hetero.cli.serving.server_process import ServerProcess
 
     for line in _summary(found):
-        typer.echo(line)
+        typer.echo(_at_words(line))
     typer.echo(f"\n$ {shlex.join(command)}\n  log: {log}\n")
     stopped = threading.Event()
 
@@ -220,5 +235,5 @@ def _compare(
             if last is not None and now is not None:
                 line = compared(now - last, asked - began, users)
                 if line:
-                    typer.echo(f"{time.strftime('%H:%M:%S')}  {line}")
+                    typer.echo(_at_words(f"{time.strftime('%H:%M:%S')}  {line}", "          "))
             last, began = now, asked

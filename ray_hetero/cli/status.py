@@ -67,4 +67,4 @@ def _show(engines: Sequence[EngineStatus], asked: Sequence[str]) -> None:
         where = "this cluster" if len(asked) == 1 else f"these {len(asked)} clusters"
         console.print(f"no engine of ray_hetero runs on {where} ({', '.join(asked)})")
     for engine in engines:
-        console.print(engine.table())
+        console.print(engine.table(console.width if console.is_terminal else None))

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
+from rich.console import Console
 from rich.table import Table
 
 from placement.units import GIB
@@ -148,16 +149,38 @@ class EngineStatus:
             "ranks": [rank.to_dict() for rank in self.ranks],
         }
 
-    def table(self) -> Table:
-        """One row a rank, memory in GiB, times in milliseconds a step."""
+    def table(self, width: int | None = None) -> Table:
+        """One row a rank, memory in GiB, times in milliseconds a step.
+
+        Args:
+            width: of the terminal, in columns; columns of `_SPARED` for which it has no room are
+                left out and named below. None for all columns.
+
+        """
+        table = self._table(())
+        for number in range(1, len(_SPARED) + 1):
+            if width is None or _width(table) <= width:
+                break
+            table = self._table(_SPARED[:number])
+        return table
+
+    def _table(self, left_out: Sequence[str]) -> Table:
+        kept = [name for name in self._columns if name not in left_out]
+        missing = [name for name in self._columns if name in left_out]
+        notes = [self.slots] if self.slots else []
+        if missing:
+            notes.append(f"No room for: {', '.join(missing)}; --json has them.")
         table = Table(
             title=self.headline, title_justify="left",
-            caption=self.slots or None, caption_justify="left",
+            caption="\n".join(notes) or None, caption_justify="left",
         )  # fmt: skip
-        for column in self._columns:
-            table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
+        for name in kept:
+            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
         for row in self._rows:
-            table.add_row(*row)
+            cells = dict(zip(self._columns, row, strict=True))
+            if missing:
+                cells["device"] = cells["device"].partition(" (")[0]
+            table.add_row(*(cells[name] for name in kept))
         return table
 
     @property
@@ -199,12 +222,22 @@ class EngineStatus:
         return f"<p>{html.escape(self.slots)}</p>" if self.slots else ""
 
 
+def _width(table: Table) -> int:
+    """Columns that a table takes where it has as much room as it wants."""
+    console = Console(width=1000)
+    return console.measure(table).maximum
+
+
 def _html_row(tag: str, cells: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 _LEFT = ("rank", "stage", "kind", "node", "device", "layers", "health")
 _RIGHT = ("GiB", "steps", "ms busy", "ms waiting", "ms predicted")
+_SPARED = (
+    "steps by reason", "node", "kind", "steps", "ms predicted", "experts read", "stage", "GiB",
+)  # fmt: skip
+"""Columns that a narrow terminal leaves out, the first ones first."""
 
 
 def _row(rank: RankStatus) -> tuple[str, ...]:

@@ -11,6 +11,13 @@ from placement.host.cpulist import format_cpulist
 from placement.model.shape import remote_layers
 from ray_hetero.world import World
 
+COLUMNS = ("rank", "stage", "tp", "kind", "node", "device", "threads", "layers")
+"""Heads of the table."""
+SPARED = ("tp", "node", "kind", "threads", "stage")
+"""Columns that a narrow terminal leaves out, the first ones first."""
+BORDERS = "┏┳┓┃┡╇┩│└┴┘"
+"""Characters between two cells, in every line of the table as text."""
+
 
 def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table:
     """One row a rank: where it sits and what it holds.
@@ -21,7 +28,7 @@ def placement_table(world: World, threads: Mapping[int, Sequence[int]]) -> Table
 
     """
     table = Table(title="Placement", title_justify="left")
-    for column in ("rank", "stage", "tp", "kind", "node", "device", "threads", "layers"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column in ("rank", "stage", "tp") else "left")
     for seat in world.seats:
         first = sum(world.layers[: seat.stage])
@@ -55,3 +62,24 @@ def as_text(table: Table, width: int = 120) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()
+
+
+def narrowed(line: str, width: int) -> str:
+    """A line of the table as text for a narrow terminal: columns of `SPARED` are left out.
+
+    All lines of a table have their borders at the same places, so they lose the same columns.
+
+    Args:
+        line: of any text; one that is no line of this table is kept.
+        width: of the terminal, in columns.
+
+    """
+    kept = list(COLUMNS)
+    for column in SPARED:
+        borders = [place for place, letter in enumerate(line) if letter in BORDERS]
+        if len(line) <= width or len(borders) != len(kept) + 1:
+            break
+        at = kept.index(column)
+        line = line[: borders[at] + 1] + line[borders[at + 1] + 1 :]
+        kept.pop(at)
+    return line

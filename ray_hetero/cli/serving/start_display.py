@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 import time
 
 from placement.units import GIB
+from ray_hetero.observability.world_table import narrowed
 
 # (EngineCore pid=123) INFO 11-21 06:02:47 [progress.py:48] text
 PREFIX = re.compile(
@@ -57,13 +59,16 @@ class StartDisplay:
         text = PREFIX.sub("", line.rstrip("\n"))
         with self._lock:
             if STEP.match(text) or text.startswith(("Placement", "Start-up", *TABLE)):
-                self._print(f"  {text.rstrip()}")
+                self._print(self._fitting(f"  {text.rstrip()}"))
             elif found := SHARDS.search(text):
                 self._loaded = self._loading(found)
             # Later processes write the lines of earlier ones, too.
             for number in range(self._number + 1, len(PHASES)):
                 if PHASES[number][0].search(text):
                     self._begin(number)
+
+    def _fitting(self, text: str) -> str:
+        return narrowed(text, shutil.get_terminal_size().columns) if self._is_live else text
 
     def _loading(self, found: re.Match[str]) -> str:
         percent = int(found[1])
@@ -92,7 +97,11 @@ class StartDisplay:
             now = time.monotonic()
             if self._is_over or (not self._is_live and now - self._told < EVERY_S):
                 return
-            self._write(f"  … {self._name}: {now - self._began:.0f} s{self._loaded}", end="")
+            line = f"  … {self._name}: {now - self._began:.0f} s{self._loaded}"
+            if self._is_live:
+                # A line that goes on in the next row could not be written over.
+                line = line[: shutil.get_terminal_size().columns - 1]
+            self._write(line, end="")
             self._told = now
 
     def end(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import vllm
+from rich.table import Table
 
 from ray_hetero.cli.serving import start_display
 from ray_hetero.cli.serving.start_display import StartDisplay
+from ray_hetero.observability import world_table
 from ray_hetero.observability.progress import STEPS
 
 WRITTEN = {
@@ -93,3 +96,35 @@ def test_vllm_still_writes_what_a_phase_is_known_by(path: str) -> None:
     written = WRITTEN[path]
     assert written in (Path(vllm.__file__).parent / path).read_text(encoding="utf-8")
     assert any(begin.search(written) for begin, _ in start_display.PHASES[1:])
+
+
+def test_the_placement_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table()
+    for column in world_table.COLUMNS:
+        table.add_column(column)
+    cells = ("0", "0", "0", "cpu", "node-a", "socket 0 (NUMA 0, 28 cores)", "0-27", "0-29 (30)")
+    table.add_row(*cells)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(start_display.sys.stdout, "isatty", lambda: True)
+    display = StartDisplay()
+    for line in world_table.as_text(table).splitlines():
+        display.saw(f"{line}\n")
+    shown = capsys.readouterr().out.replace("\r\x1b[K", "").splitlines()
+    assert [len(line) <= 80 for line in shown] == [True] * 5
+    heads, row = (
+        [cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in (shown[1], shown[3])
+    )
+    assert heads == ["rank", "stage", "kind", "device", "threads", "layers"]
+    assert row == ["0", "0", "cpu", "socket 0 (NUMA 0, 28 cores)", "0-27", "0-29 (30)"]
+    assert {len(line) for line in shown} == {len(shown[0])}
+
+
+def test_the_counting_line_is_cut_where_it_would_go_on_in_the_next_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(start_display.sys.stdout, "isatty", lambda: True)
+    StartDisplay().tick()
+    assert capsys.readouterr().out == "\r\x1b[K  … loading vLLM: 0"

@@ -190,3 +190,28 @@ def test_table_json_and_notebook_show_the_same(info: EngineInfo, clock: Any) -> 
     assert page.endswith("</table><svg>plan</svg>")
     assert "serving models/&lt;tiny&gt;" in page
     assert "<td>0-2 (3)</td><td>ok</td><td>3.00</td><td>8</td><td>12.50</td>" in page
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_keeps_the_columns_that_matter_and_names_the_rest(
+    info: EngineInfo, clock: Any, width: int
+) -> None:
+    board = StatusBoard(info)
+    board.serve()
+    for clock.now, steps in ((100, 0), (102, 8)):
+        board.report(report(0, steps, 0.0125 * steps))
+    engine = EngineStatus(board.read(), ADDRESS)
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as shown:
+        console.print(engine.table(width))
+    text = shown.get()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    head = next(line for line in text.splitlines() if "rank" in line)
+    for name in ("rank", "device", "layers", "health", "ms busy", "ms waiting"):
+        assert f" {name} " in head
+    assert "No room for: " in text
+    wide = Console(width=160, force_terminal=False)
+    with wide.capture() as all_shown:
+        wide.print(engine.table(160))
+    assert "No room" not in all_shown.get()
