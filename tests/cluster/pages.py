@@ -85,8 +85,8 @@ API = "docs/api.md"
 PATCHED = "docs/patched-vllm.md"
 SERVE_KOREAN = "docs/quick-start-serve.ko.md"
 SERVE_PARTS = (
-    "ray-hetero doctor", '"ranks_per_socket": 2', "curl ", "ray start --head",
-    "export RAY_ADDRESS=FIRST",
+    "ray-hetero doctor        #", '"ranks_per_socket": 2', "/v1/completions",
+    "ray start --head $(ray-hetero ray-args)\n", "export RAY_ADDRESS=FIRST",
 )  # fmt: skip
 PATCHED_KOREAN = "docs/patched-vllm.ko.md"
 BENCHMARKS = "docs/benchmarks/index.md"
@@ -94,12 +94,14 @@ NUMA = "docs/numa-qemu.md"
 
 INSTALL = Block(INSTALLATION, "python tools/fix_torchvision.py")
 DEMO = Block(README, "make demo")
-LOOK_AND_SERVE = Block(SERVE, "ray-hetero doctor")
+LOOK_AND_SERVE = Block(SERVE, "ray-hetero doctor        #")
 PLACEMENT = Block(SERVE, "┃ rank ┃ stage ┃")
 SPLIT_AND_SERVE = Block(SERVE, '"ranks_per_socket": 2')
-ASK = Block(SERVE, "curl ")
-START_HEAD = Block(SERVE, "ray start --head")
+ASK = Block(SERVE, "/v1/completions")
+START_HEAD = Block(SERVE, "ray start --head $(ray-hetero ray-args)\n")
 SERVE_ON_CLUSTER = Block(SERVE, "export RAY_ADDRESS=FIRST")
+FIRST_ANSWER = Block(SERVE, "$ python3 -m venv")
+JOINED = Block(SERVE, "node-b $ ray start")
 SUBMIT = Block(JOB, "--submission-id my-engine")
 SUBMIT_FOLDER = Block(JOB, "--working-dir .")
 CONNECT = Block(NOTEBOOK, "ray.init()")
@@ -182,7 +184,10 @@ NOT_RUN = {
     Block(DEPLOYMENT, "upgrade.sh"): "tests/cluster/test_upgrade.py runs the script",
     Block(DEPLOYMENT, "kubectl create secret"): "needs a cluster",
     **{Block(SERVE_KOREAN, text): SAME for text in SERVE_PARTS},
-    Block(SERVE_KOREAN, "┃ rank ┃ stage ┃"): EXAMPLE,
+    **{
+        Block(SERVE_KOREAN, text): EXAMPLE
+        for text in ("┃ rank ┃ stage ┃", "$ python3 -m venv", "node-b $ ray start")
+    },
     **{
         Block(page, "opt-125m --distributed-executor-backend ray_hetero" + end): NEEDS_GPU
         for page in (PATCHED, PATCHED_KOREAN)

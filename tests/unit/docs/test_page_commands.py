@@ -204,6 +204,36 @@ def test_ray_serve_gets_what_the_test_of_it_gives() -> None:
     assert "serve.run(build_openai_app(" in run
 
 
+# Transcripts.
+
+RAW = ROOT / "benchmarks/results/cpu-host/2026-11-30-first-answer.txt"
+
+
+@pytest.mark.parametrize("block", [pages.FIRST_ANSWER, pages.JOINED], ids=lambda block: block.part)
+def test_a_transcript_has_lines_of_its_raw_file_in_their_order(block: pages.Block) -> None:
+    kept = RAW.read_text(encoding="utf-8").splitlines()
+    places = []
+    for line in block.text.splitlines():
+        if line != "…":
+            assert line in kept
+            # Some commands were typed twice.
+            begun = places[-1] + 1 if places else 0
+            places.append(kept.index(line, begun))
+    assert len(places) > 8
+
+
+def test_commands_of_transcripts_are_there_with_their_options() -> None:
+    known = serve_options()
+    for block in (pages.FIRST_ANSWER, pages.JOINED):
+        typed_lines = [line.partition("$ ")[2] for line in block.text.splitlines() if "$ " in line]
+        for command in typed_lines:
+            words = shlex.split(re.sub(r"  # .*$", "", command))
+            if words[0] == "ray-hetero":
+                assert CliRunner().invoke(commands, [words[1], "--help"]).exit_code == 0
+            elif words[0] == "vllm":
+                assert set(OPTION.findall(" ".join(words))) <= known
+
+
 # Commands that are only read.
 
 
