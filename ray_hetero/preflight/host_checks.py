@@ -169,6 +169,12 @@ def check_cpu_site(
     except CpuSiteError as error:
         found = f"expert ranks and GPU ranks work, CPU stages do not: {error}"
         return Check("CPU site", "warn", found, INSTALL_COMMAND)
+    if not site.has_kernels:
+        found = (
+            f"{site.directory} has no kernels of vLLM {site.vllm_version}: CPU ranks compute dense "
+            "models in PyTorch, and others not at all"
+        )
+        return Check("CPU site", "warn", found, INSTALL_COMMAND)
     found = f"kernels of vLLM {site.vllm_version} for CPUs in {site.directory}"
     return Check("CPU site", "ok", found)
 

@@ -32,7 +32,6 @@ from ray_hetero.compat.models import (
     expert_router,
     latent_attention,
     pipeline_models,
-    torch_operators,
 )
 from ray_hetero.compat.worker import (
     late_tokens,
@@ -50,7 +49,7 @@ from ray_hetero.observability.metrics import RayMetrics, labels_of
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.preflight.platform import is_pretending
 from ray_hetero.runtime.core_binding import move_process
-from ray_hetero.worker import last_layer
+from ray_hetero.worker import last_layer, missing_operators
 from ray_hetero.worker.cpu_rank import CpuRank
 from ray_hetero.worker.driver_calls import TELL_TOKENS, DriverCalls
 from ray_hetero.worker.process_setup import secure, settle
@@ -67,15 +66,11 @@ resting_collector.wake()
 def prepare_platform_of_cpus(vllm_config: VllmConfig) -> None:
     """Let vLLM's operators for CPUs compute what this package expects of them.
 
-    Those that are missing are computed by PyTorch, and a line in the log says so.
+    Raises:
+        UnsupportedError: as of `missing_operators.stand_in`.
+
     """
-    current_platform.import_kernels()
-    if missing := torch_operators.define_missing():
-        logger.warning(
-            "vLLM has no compiled operators for CPUs here: PyTorch computes %s in their place, "
-            "prompts most of all take longer",
-            ", ".join(missing),
-        )
+    missing_operators.stand_in(vllm_config)
     expert_router.use_routing(route)
     latent_attention.turn_all_heads()
     model_runner.count_without_compiler()

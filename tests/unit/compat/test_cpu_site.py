@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from wheel_file import write_wheel
 
-from ray_hetero.compat import cpu_site_install
+from ray_hetero.compat import cpu_site_install, cpu_site_python
 from ray_hetero.compat.cpu_site import (
     cpu_site_needed,
     find_cpu_site,
@@ -23,6 +23,7 @@ from ray_hetero.compat.cpu_site import (
     site_directory,
 )
 from ray_hetero.compat.cpu_site_install import install_site, pip_download
+from ray_hetero.compat.cpu_site_python import fill_site
 from ray_hetero.errors import CpuSiteError
 
 TORCH = 'Requires-Dist: torch==2.13.0+cpu; platform_system != "Darwin"'
@@ -321,3 +322,38 @@ def test_pip_that_finds_nothing_is_quoted(offline_pip: Path, tmp_path: Path) -> 
     make_wheel(offline_pip, "0.32.1")
     with pytest.raises(CpuSiteError, match=r"No matching distribution .*--wheel FILE"):
         pip_download("0.32.0", tmp_path)
+
+
+# --- without kernels
+
+
+def test_a_site_without_kernels_has_the_python_files_of_the_installed_vllm(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "installed"
+    unpack(make_wheel(tmp_path, "0.33.0", name="vllm"), installed)
+    (installed / "vllm/models").mkdir()
+    (installed / "vllm/models/llama.py").write_text("")
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setattr(
+        cpu_site_python, "find_spec",
+        lambda name: SimpleNamespace(origin=str(installed / "vllm/__init__.py")),
+    )  # fmt: skip
+    found = install_site(site, "0.33.0", fill=fill_site)
+    assert found == require_cpu_site("0.33.0", "2.13.0")
+    assert (found.vllm_version, found.has_kernels) == ("0.33.0", False)
+    files = sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file())
+    assert files == [
+        "vllm-0.33.0+cpu.dist-info/METADATA", "vllm/__init__.py", "vllm/_in_pytorch",
+        "vllm/models/llama.py",
+    ]  # fmt: skip
+    # A wheel takes its place, and it a wheel's.
+    wheel = make_wheel(tmp_path / "wheels", "0.33.0+cpu", name="vllm")
+    assert install_site(site, "0.33.0", wheel=wheel).has_kernels
+    assert not install_site(site, "0.33.0", fill=fill_site).has_kernels
+
+
+def test_only_releases_that_compute_on_cpus_go_without_kernels(site: Path) -> None:
+    with pytest.raises(CpuSiteError, match=r"need vLLM 0\.33 or later, installed is 0\.32\.0"):
+        install_site(site, "0.32.0", fill=fill_site)
+    assert not site.exists()
