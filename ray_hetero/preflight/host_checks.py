@@ -171,8 +171,8 @@ def check_cpu_site(
         return Check("CPU site", "warn", found, INSTALL_COMMAND)
     if not site.has_kernels:
         found = (
-            f"{site.directory} has no kernels of vLLM {site.vllm_version}: CPU ranks compute dense "
-            "models in PyTorch, and others not at all"
+            f"{site.directory} has no kernels of vLLM {site.vllm_version}: CPU ranks compute in "
+            "PyTorch what these would, prompts take longer, and some models are refused"
         )
         return Check("CPU site", "warn", found, INSTALL_COMMAND)
     found = f"kernels of vLLM {site.vllm_version} for CPUs in {site.directory}"

@@ -207,6 +207,8 @@ def test_kernels_are_built_or_given(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         run("install-cpu-kernels", *place, "--build")
     with pytest.raises(CpuSiteError, match="leave one of them out"):
         run("install-cpu-kernels", *place, "--build", "--wheel", "x.whl")
+    with pytest.raises(CpuSiteError, match="takes no wheel; leave --build and --wheel out"):
+        run("install-cpu-kernels", *place, "--build", "--in-pytorch")
     assert not (tmp_path / "site").exists()
 
 

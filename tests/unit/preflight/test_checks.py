@@ -5,6 +5,7 @@ from __future__ import annotations
 import py_compile
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,8 @@ def test_the_cpu_site_is_needed_found_or_missing() -> None:
     assert check_cpu_site("0.32.0", "2.13.0", lambda *_: site) == Check(
         "CPU site", "ok", "kernels of vLLM 0.32.0 for CPUs in /site"
     )
+    bare = check_cpu_site("0.33.0", "2.13.0", lambda *_: replace(site, has_kernels=False))
+    assert (bare.status, "has no kernels of vLLM" in bare.found) == ("warn", True)
     assert check_cpu_site("0.32.0", "2.13.0", missing) == Check(
         "CPU site",
         "warn",
