@@ -12,6 +12,7 @@ Start it with the environment of a CPU rank (OMP_NUM_THREADS, LD_PRELOAD, GOMP_C
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -25,10 +26,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
 from random_model import random_model
 from vllm.config import set_current_vllm_config
+from vllm.config.mamba import MambaBackendEnum, MambaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from placement.host import native
 from ray_hetero.compat.models.model_registry import (
@@ -50,6 +54,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Qwen3.5 27B with its MLP; and the state of Qwen3.5 35B-A3B and of Qwen3-Next, hardly an MLP
 behind it."""
+MAMBA_2 = {
+    "granite4": {
+        "hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128,
+        "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_conv": 4, "mamba_conv_bias": True,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 64,
+        "shared_intermediate_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "position_embedding_type": "nope", "vocab_size": 64, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+"""The mixer of Granite 4 Small, hardly an MLP behind it."""
 COMMON = {
     "vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
@@ -59,9 +73,17 @@ COMMON = {
 
 def written(folder: Path, shape: str, layers: int) -> Path:
     """A checkpoint's configuration, without weights: linear states, and one attention behind."""
-    from transformers import Qwen3_5TextConfig
+    from transformers import GraniteMoeHybridConfig, Qwen3_5TextConfig
 
     kinds = ["linear_attention"] * layers + ["full_attention"]
+    if shape in MAMBA_2:
+        config = GraniteMoeHybridConfig(
+            **MAMBA_2[shape], num_hidden_layers=layers + 1, layer_types=kinds
+        )
+        config.architectures = ["GraniteMoeHybridForCausalLM"]
+        config.torch_dtype = "bfloat16"
+        config.save_pretrained(folder)
+        return folder
     config = Qwen3_5TextConfig(
         **(COMMON | SHAPES[shape]), num_hidden_layers=layers + 1, layer_types=kinds
     )
@@ -69,6 +91,30 @@ def written(folder: Path, shape: str, layers: int) -> Path:
     config.torch_dtype = "bfloat16"
     config.save_pretrained(folder)
     return folder
+
+
+def of_gated_delta(numbers: torch.Tensor) -> GDNAttentionMetadata:
+    """Metadata of a step of layers with a Gated DeltaNet; `numbers` [tokens] are its states."""
+    tokens = len(numbers)
+    return GDNAttentionMetadata(
+        num_prefills=0, num_prefill_tokens=0, num_decodes=tokens, num_decode_tokens=tokens,
+        num_spec_decodes=0, num_spec_decode_tokens=0, num_actual_tokens=tokens,
+        non_spec_query_start_loc=torch.arange(tokens + 1, dtype=torch.int32),
+        non_spec_state_indices_tensor=numbers,
+    )  # fmt: skip
+
+
+def of_mamba_2(numbers: torch.Tensor) -> Mamba2AttentionMetadata:
+    """Metadata of a step of mixers of Mamba 2; `numbers` [tokens] are its states."""
+    ssu_dispatch._mamba_ssu_backend = ssu_dispatch._BACKEND_REGISTRY[MambaBackendEnum.CPU](
+        MambaConfig()
+    )
+    tokens = len(numbers)
+    given = dict.fromkeys(Mamba2AttentionMetadata.__dataclass_fields__) | {
+        "num_prefills": 0, "num_prefill_tokens": 0, "num_decodes": tokens,
+        "num_decode_tokens": tokens, "num_reqs": tokens, "state_indices_tensor_d": numbers[:, None],
+    }  # fmt: skip
+    return Mamba2AttentionMetadata(**given)
 
 
 class Step:
@@ -92,12 +138,8 @@ class Step:
             )
             self.states += one.kv_cache
         numbers = torch.randperm(tokens).int() + 1
-        metadata = GDNAttentionMetadata(
-            num_prefills=0, num_prefill_tokens=0, num_decodes=tokens, num_decode_tokens=tokens,
-            num_spec_decodes=0, num_spec_decode_tokens=0, num_actual_tokens=tokens,
-            non_spec_query_start_loc=torch.arange(tokens + 1, dtype=torch.int32),
-            non_spec_state_indices_tensor=numbers,
-        )  # fmt: skip
+        is_mamba = any(hasattr(one, "ssm_state_size") for one in own.values())
+        metadata = (of_mamba_2 if is_mamba else of_gated_delta)(numbers)
         self.metadata = dict.fromkeys(own, metadata)
         self.positions = torch.full((tokens,), 100)
         self.hidden = torch.randn(tokens, vllm_config.model_config.get_hidden_size()).bfloat16()
@@ -117,6 +159,13 @@ class Step:
         return hidden + residual
 
 
+def kept(layer: Any) -> Any:
+    """A layer with its modules as they are now, whatever is put into their places."""
+    made = copy.copy(layer)
+    made._modules = dict(layer._modules)
+    return made
+
+
 def bandwidth() -> float:
     """Bytes/s that this process's threads read."""
     cpus = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
@@ -126,7 +175,7 @@ def bandwidth() -> float:
 def main() -> None:
     """Measure and print one line for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3_5")
+    parser.add_argument("--shape", choices=[*SHAPES, *MAMBA_2], default="qwen3_5")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--tokens", default="1,2,4,8,16,32")
     parser.add_argument("--state", choices=["float32", "bfloat16"], default="float32")
@@ -146,7 +195,7 @@ def main() -> None:
     with set_current_vllm_config(vllm_config):
         linear = LinearLayers(CpuConfig(), None, 1024)
         model = random_model(vllm_config)
-        own = list(model.model.layers)[: options.layers]
+        own = [kept(one) for one in list(model.model.layers)[: options.layers]]
         linear.loaded(model)
         ways = {"vllm": own, "native": list(model.model.layers)[: options.layers]}
         weights = sum(

@@ -27,6 +27,10 @@ def random_model(vllm_config: Any) -> Any:
         if name.endswith("A_log"):
             # Decays of a Gated DeltaNet.
             torch.nn.init.uniform_(weight, -2, 1)
+        elif name.endswith("mamba.A"):
+            torch.nn.init.uniform_(weight, -2, -0.1)
+        elif name.endswith("conv1d.bias"):
+            torch.nn.init.zeros_(weight)
         elif weight.ndim >= 2:
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         elif "norm" in name:

@@ -18,23 +18,17 @@
 
 #include "activations.h"
 #include "layers.h"
+#include "linear_states.h"
 #include "scratch.h"
 #include "tokens.h"
 
 namespace ray_hetero::RAY_HETERO_LEVEL {
-
-RAY_HETERO_INLINE Floats load_state(const float* at) { return load_floats(at); }
-RAY_HETERO_INLINE Floats load_state(const std::uint16_t* at) { return load_bf16(at); }
-RAY_HETERO_INLINE void store_state(float* at, Floats values) { store_floats(at, values); }
-RAY_HETERO_INLINE void store_state(std::uint16_t* at, Floats values) { store_bf16(at, values); }
 
 // A write gate as vLLM's operator rounds a sigmoid of bf16.
 inline float write_gate(float x) {
   const float power = as_float(as_bf16(std::exp(-x)));
   return as_float(as_bf16(1.0f / as_float(as_bf16(1.0f + power))));
 }
-
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 class GatedDelta {
  public:

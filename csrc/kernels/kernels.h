@@ -54,6 +54,7 @@ struct Kernels {
                       const std::vector<Requests>&, const Step&);
   void (*latent_layer)(const LatentLayer&, const LatentCache&, const Requests&, const Step&);
   void (*gated_delta_layer)(const GatedDeltaLayer&, const LinearStates&, const Step&);
+  void (*mamba2_mixer)(const Mamba2Mixer&, const LinearStates&, const Step&);
   void (*experts)(const Experts&, const RoutedTokens&);
   // x [elements], float32 → y [elements], bf16: sums over all ranks, so many times.
   void (*sum_over_ranks)(RankSums&, const float* x, std::int64_t elements, std::uint16_t* y,

@@ -234,11 +234,43 @@ struct GatedDeltaLayer {
   PostAttention behind;
 };
 
+// Heads of a mixer of Mamba 2: those of a group have their keys and queries in common, which the model
+// calls B and C.
+struct Mamba2Heads {
+  std::int64_t heads = 0, groups = 0;
+  std::int64_t value = 0, state = 0;  // elements of a head's value, and of a group's key or query
+
+  std::int64_t each() const { return heads / groups; }
+  std::int64_t values() const { return heads * value; }
+  std::int64_t keys() const { return groups * state; }
+  std::int64_t channels() const { return values() + 2 * keys(); }  // that are convolved
+  std::int64_t inputs() const { return values() + channels() + heads; }
+};
+
+// A mixer of Mamba 2, from the product of its input to that of its output.
+struct Mamba2Mixer {
+  Mamba2Heads heads;
+  Linear input;  // gives output gates, values, keys, queries, and a step for each head
+  const std::uint16_t* factors = nullptr;  // [inputs] of what it gives, bf16; nullptr for none
+  const std::uint16_t* taps = nullptr;  // of the convolution [taps][channels], bf16, the last of now
+  std::int64_t tap_count = 0;
+  const float* tap_bias = nullptr;   // [channels], or nullptr
+  const float* rates = nullptr;      // [heads], below 0: of decays
+  const float* step_bias = nullptr;  // [heads]
+  const float* skips = nullptr;      // [heads], factors of a value that is added to what its head gives
+  const std::uint16_t* norm = nullptr;  // [values], bf16, of what heads give; nullptr for no norm
+  std::int64_t norm_groups = 1;         // that are normalised each by itself
+  float epsilon = 0;
+  Linear output;
+  RankSums* sums = nullptr;  // of the group whose ranks have parts of the heads, if any
+};
+
 // States of a layer, and which of them the tokens of a step have.
 struct LinearStates {
   std::uint16_t* inputs = nullptr;  // [states][tap_count - 1][channels], bf16, the oldest first
   std::int64_t inputs_stride = 0;   // elements from a state to the next
-  void* heads = nullptr;            // [states][value heads][key][value]
+  // [states][value heads][key][value], of Mamba 2 [states][heads][value][state].
+  void* heads = nullptr;
   std::int64_t heads_stride = 0;
   bool is_float = false;                   // whether the latter are float32; else bf16
   const std::int32_t* numbers = nullptr;  // [m]; 0 and below for a token without a state

@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "latent_layer.h"
 #include "linear.h"
+#include "mamba2_mixer.h"
 #include "post_attention.h"
 #include "rotation.h"
 #include "row_products.h"
@@ -17,7 +18,7 @@
 namespace ray_hetero::RAY_HETERO_LEVEL {
 
 const Kernels& kernels() {
-  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, run, run, expand};
+  static const Kernels made{kHasTiles, run, run, rotate, run, run, run, run, run, run, expand};
   return made;
 }
 

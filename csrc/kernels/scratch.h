@@ -40,8 +40,8 @@ class Scratch {
 // expert, what is between the products of experts.h, and their results; sums of groups of codes.h,
 // their scales, and sums of their inputs; what is between the products of latent_layer.h, a thread's
 // latents as they are multiplied in latent_attention.h, and its scores; a token's inputs as floats;
-// what a thread has of its own in attention.h; what is between the products of gated_delta_layer.h,
-// and a thread's query and key in gated_delta.h.
+// what a thread has of its own in attention.h; what is between the products of gated_delta_layer.h and
+// mamba2_mixer.h, and a thread's query and key in gated_delta.h.
 enum Buffer {
   kSums, kOwnSums, kSharedTokens, kOwnTokens, kExpanded, kBetween, kPartial, kLayers, kShrunk,
   kGathered, kActivated, kResults, kGroupSums, kScales, kInputSums,

@@ -40,9 +40,7 @@ from ray_hetero.planning.quantise_first import quantised_forms
 from ray_hetero.planning.sizes.hub_headers import hub_model
 from ray_hetero.planning.sizes.model_sizes import sizes_of, with_caches
 from ray_hetero.preflight.node_software import lacking_kernels
-from ray_hetero.preflight.unsupported_checkpoints import (
-    CheckpointOnCpus,
-)
+from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 
 CLUSTER_TIMEOUT_S = 60.0
 AUTO = "auto"

@@ -55,6 +55,8 @@ class Fused:
     """Layers that are called first."""
     output: StageOutput | None = None
     """Memory of a GPU in which the last layers leave results for the next stage."""
+    mixers: int = 0
+    """Mixers of Mamba 2 that are operators."""
 
 
 def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
@@ -87,7 +89,7 @@ def install(
         seat: of this rank, see `RankSpec.place`.
 
     """
-    memories: Memories = {}
+    memories, mixers = Memories(), _install_mixers(found)
     adapters: Adapters | None = None
     shares: Shares | None = None
     first: DecoderLayers | None = None
@@ -142,7 +144,25 @@ def install(
             layers_left, why,
         )  # fmt: skip
     layers_fused = sum(len(run.layers) for run in found.runs) + len(found.single)
-    return Fused(layers_fused, shares is not None and not shares.is_empty, first, output)
+    return Fused(layers_fused, bool(shares and not shares.is_empty), first, output, mixers)
+
+
+def _install_mixers(found: Fusible) -> int:
+    """Put operators into the places of mixers of Mamba 2, and log what is left; returns how many
+    were put."""
+    for mixer in found.mixers:
+        mixer.install()
+    if found.mixers:
+        logger.info(
+            "%d mixers of Mamba 2 are computed as one operator each (cpu.fuse_layers)",
+            len(found.mixers),
+        )
+    for why, count in found.mixers_left.items():
+        logger.info(
+            "%d mixers of Mamba 2 are computed operator by operator (cpu.fuse_layers); %s",
+            count, why,
+        )  # fmt: skip
+    return len(found.mixers)
 
 
 def _memory(

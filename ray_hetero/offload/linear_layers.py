@@ -272,7 +272,7 @@ class LinearLayers:
             logger.info("%d layers are computed as one operator (cpu.fuse_layers)", fused.layers)
         if group is None:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
-        if not fused.layers:
+        if not fused.layers and not fused.mixers:
             self._kernel.limits = replace(self._kernel.limits, native_tokens=0)
         gpu = group[0].gpu if group else self._kernel.gpu
         self.prefetcher, self.output = Prefetcher(gpu, fused.first), fused.output

@@ -114,5 +114,6 @@ void bind_post_attention(py::module_& module);
 void bind_decode_step(py::module_& module);
 void bind_latent_layer(py::module_& module);
 void bind_gated_delta_layer(py::module_& module);
+void bind_mamba2_mixer(py::module_& module);
 
 }  // namespace ray_hetero

@@ -52,4 +52,5 @@ PYBIND11_MODULE(_streaming_linear, module) {
   ray_hetero::bind_decode_step(module);
   ray_hetero::bind_latent_layer(module);
   ray_hetero::bind_gated_delta_layer(module);
+  ray_hetero::bind_mamba2_mixer(module);
 }

@@ -104,8 +104,19 @@ def states_of_tokens(metadata: Any, tokens: int) -> torch.Tensor | None:
     found = metadata.non_spec_state_indices_tensor
     if found is None or found.dtype != torch.int32 or len(found) < metadata.num_actual_tokens:
         return None
-    if metadata.num_actual_tokens == tokens and found.is_contiguous():
-        return found[:tokens]
-    numbers = torch.zeros(tokens, dtype=torch.int32)
-    numbers[: metadata.num_actual_tokens] = found[: metadata.num_actual_tokens]
+    return numbers_of_rows(found[: metadata.num_actual_tokens], tokens)
+
+
+def numbers_of_rows(found: torch.Tensor, rows: int) -> torch.Tensor:
+    """Numbers of states, [rows], int32, of which those behind the given ones are 0.
+
+    Args:
+        found: [tokens], int32, maybe a column of a table.
+        rows: of the step, as many as tokens or more.
+
+    """
+    if len(found) == rows and found.is_contiguous():
+        return found
+    numbers = torch.zeros(rows, dtype=torch.int32)
+    numbers[: len(found)] = found
     return numbers

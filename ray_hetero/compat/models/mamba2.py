@@ -1,11 +1,17 @@
-"""vLLM's mixers of Mamba 2 beside CPU ranks."""
+"""vLLM's mixers of Mamba 2 beside CPU ranks: what they compute, and which states a step has."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
+
+from ray_hetero.compat.models.gated_delta import numbers_of_rows
 from ray_hetero.compat.patching import replace
+
+ACTIVATIONS = ("silu", "swish")
+"""Functions of convolutions that are known."""
 
 
 def keep_states_of_step_ends() -> None:
@@ -35,3 +41,59 @@ def keep_states_of_step_ends() -> None:
         return get_kv_cache_spec
 
     replace(MambaMixer2, "get_kv_cache_spec", make)
+
+
+def is_mixer(module: Any) -> bool:
+    """Whether a module is vLLM's mixer of Mamba 2, not a subclass of it."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    return type(module) is MambaMixer2
+
+
+def why_unknown(mixer: Any) -> str:
+    """Why a mixer does more than is known; or "".
+
+    Args:
+        mixer: vLLM's, whose weights are loaded.
+
+    Uses: `MambaMixer2` and `Mixer2RMSNormGated`.
+    """
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
+
+    norm = mixer.norm
+    if type(norm) is not Mixer2RMSNormGated:
+        return f"the norm of its heads is another one ({type(norm).__name__})"
+    if norm.use_rms_norm and (
+        norm.n_groups % mixer.tp_size or (mixer.tp_size > 1 and norm.n_groups == 1)
+    ):
+        return "the norm of its heads is of those of several ranks"
+    if mixer.activation not in ACTIVATIONS:
+        return f"its convolution has another activation ({mixer.activation})"
+    if mixer.use_replayssm:
+        return "it keeps inputs in the place of states (--use-replayssm)"
+    return ""
+
+
+def states_of_tokens(metadata: Any, tokens: int) -> torch.Tensor | None:
+    """Numbers of the states of a step's tokens, [tokens], int32, if each request decodes one token.
+
+    Args:
+        metadata: vLLM's of the step.
+        tokens: of the step.
+
+    Uses: `Mamba2AttentionMetadata`, whose requests without a state before are prompts.
+    """
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+
+    if (
+        type(metadata) is not Mamba2AttentionMetadata
+        or metadata.num_prefills
+        or metadata.num_accepted_tokens is not None
+        or metadata.num_decodes != metadata.num_decode_tokens
+        or metadata.num_decodes > tokens
+    ):
+        return None
+    found = metadata.state_indices_tensor_d
+    if found is None or found.dtype != torch.int32 or found.shape != (metadata.num_decodes, 1):
+        return None
+    return numbers_of_rows(found[:, 0], tokens)

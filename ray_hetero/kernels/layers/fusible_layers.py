@@ -36,6 +36,7 @@ from ray_hetero.kernels.layers.layer_parts import (
     QkvInput,
     adapters_in,
 )
+from ray_hetero.kernels.layers.mamba2_mixers import FoundMixer, find_mixers
 from ray_hetero.kernels.layers.structures import Calls, LayerModules, layers_attribute, structure_of
 from ray_hetero.kernels.linear.rank_sums import RankSums, why_not_added
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
@@ -105,11 +106,15 @@ class Fusible:
     """Modules that vLLM compiles, of whose layers all can be fused: little is left to compile."""
     single: list[SingleLayer]
     """Layers of the kinds that are operators of their own."""
+    mixers: list[FoundMixer]
+    """Mixers of Mamba 2, in whichever layers."""
+    mixers_left: Counter[str]
+    """Mixers that cannot, by why."""
 
     @classmethod
     def none(cls) -> Fusible:
         """Result for a model in which nothing was looked for."""
-        return cls([], Counter(), [], [])
+        return cls([], Counter(), [], [], [], Counter())
 
 
 def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible:
@@ -143,7 +148,8 @@ def find(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> Fusible
             Run(decoder, name, decoder.start_layer + first, some)
             for first, some in _following(found)
         ]
-    return Fusible(runs, left, _callers(model, whole), single)
+    mixers = find_mixers(model, linears, kernel)
+    return Fusible(runs, left, _callers(model, whole), single, *mixers)
 
 
 def _callers(model: nn.Module, whole: Mapping[nn.Module, bool]) -> list[nn.Module]:

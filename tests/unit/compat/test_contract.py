@@ -65,7 +65,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization import modelopt
@@ -96,6 +96,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
@@ -270,6 +271,17 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/models/model_parts", MambaSpec, "tp_replicated"),
     ("compat/models/model_parts", CompilationConfig, "static_forward_context"),
     ("compat/models/mamba2", MambaMixer2, "get_kv_cache_spec"),
+    ("compat/models/mamba2", MambaMixer2, "conv_ssm_forward"),
+    *(
+        ("compat/models/mamba2", Mamba2AttentionMetadata, name)
+        for name in (
+            "num_prefills",
+            "num_decodes",
+            "num_decode_tokens",
+            "num_accepted_tokens",
+            "state_indices_tensor_d",
+        )
+    ),
     ("compat/models/mamba2", MambaSpec, "num_prefill_checkpoint_blocks"),
     ("compat/models/mamba2", MambaSpec, "prefill_checkpoint_alignment"),
     ("compat/worker/warmup", CPUModelRunner, "profile_run"),
@@ -561,6 +573,28 @@ ASSIGNED: list[tuple[str, type, str]] = [
             "norm",
             "out_proj",
         )
+    ),
+    *(
+        ("compat/models/mamba2", MambaMixer2, name)
+        for name in (
+            "num_heads",
+            "n_groups",
+            "head_dim",
+            "ssm_state_size",
+            "activation",
+            "use_replayssm",
+            "in_proj",
+            "conv1d",
+            "A",
+            "D",
+            "dt_bias",
+            "norm",
+            "out_proj",
+        )
+    ),
+    *(
+        ("compat/models/mamba2", Mixer2RMSNormGated, name)
+        for name in ("n_groups", "use_rms_norm", "variance_epsilon", "weight")
     ),
     *(
         ("compat/models/gated_delta", RMSNormGated, name)
