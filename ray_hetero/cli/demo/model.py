@@ -193,6 +193,7 @@ def write_demo_model(
     else:
         model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    let_others_read(target)
     return target
 
 
@@ -255,3 +256,13 @@ def _model(architecture: str, shape: DemoShape, tokenizer: Any, dtype: Dtype) ->
         pad_token_id=tokenizer.pad_token_id,
     )
     return model
+
+
+def let_others_read(directory: Path) -> None:
+    """Give a checkpoint's weights the permissions of its configuration.
+
+    safetensors writes files for their owner only, and a container may run as another user.
+    """
+    mode = (directory / "config.json").stat().st_mode
+    for file in directory.glob("*.safetensors"):
+        file.chmod(mode)

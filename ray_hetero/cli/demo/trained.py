@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.given import shown
-from ray_hetero.cli.demo.model import check_directory
+from ray_hetero.cli.demo.model import check_directory, let_others_read
 from ray_hetero.cli.demo.stored import FORMATS, quantise
 from ray_hetero.errors import ConfigError, UnsupportedError
 
@@ -149,3 +149,4 @@ def _convert(file: Path, target: Path, stored: str | None) -> None:
         model.config.quantization_config, state = quantise(model, stored)
         model.save_pretrained(target, state_dict=state, save_original_format=False)
     tokenizer.save_pretrained(target)
+    let_others_read(target)

@@ -186,3 +186,8 @@ def test_a_torchvision_that_breaks_transformers_is_named_first(
     assert "torchvision: CUDA builds beside torch 2.13.0+cpu" in str(done.exception)
     assert str(done.exception).endswith("type: pip uninstall --yes torchvision")
     assert not (tmp_path / "model").exists()
+
+
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+    folder = write_demo_model(tmp_path / "model", shape=SMALL)
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
