@@ -86,7 +86,7 @@ class ExpertRows:
 
         Raises:
             KeyError: a tensor is missing; its name.
-            UnsupportedError: they cannot be divided so.
+            UnsupportedError: they cannot be divided so, or not between blocks.
 
         """
         scheme, names = self._tensors.scheme, self._tensors.names
@@ -118,6 +118,7 @@ class ExpertRows:
     def _of_parts(self, layer: Layer, expert: int) -> tuple[FileWeight | None, FileWeight | None]:
         scheme, parts = self._tensors.scheme, self._tensors.names.parts
         weight, scale = SUFFIXES.get(scheme, ("weight", ""))
+        self._check_blocks(layer[expert, f"{parts[0]}.{weight}"].shape[0])
 
         def of(names: tuple[str, ...], axis: int) -> FileWeight | None:
             codes = [layer[expert, f"{name}.{weight}"] for name in names]
@@ -128,6 +129,23 @@ class ExpertRows:
             return self._weight(codes, scales, axis, group, rows)
 
         return of(parts[:2], 0), of(parts[2:], 1)
+
+    def _check_blocks(self, inner: int) -> None:
+        """Raise if gate and up, or the slices of two ranks, would share a block's scale.
+
+        Args:
+            inner: rows of gate and of up, of all ranks.
+
+        """
+        _, part = self._share.part(inner)
+        for size in self._tensors.block or ():
+            if part % size:
+                raise UnsupportedError(
+                    f"experts in FP8 with a scale for every {size} rows: expected a multiple of "
+                    f"{size} rows of gate and up in each expert rank, got {inner} / "
+                    f"{self._share.ranks} = {part}. Set experts.ranks to a number with which they "
+                    f"are, or leave experts out."
+                )
 
     def _weight(
         self, codes: list[StoredTensor], scales: list[StoredTensor], axis: int, group: int,

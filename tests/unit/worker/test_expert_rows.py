@@ -107,15 +107,21 @@ def test_what_native_code_does_not_read_is_left() -> None:
         found(FP8, layer | parts("F16", "weight_scale_inv", (4, 2), (4, 2), (2, 4)), Share(0, 1))
         is None
     )
-    # A share of 32 outputs has half a block.
-    half = parts("F8_E4M3", "weight", (96, HIDDEN), (96, HIDDEN), (HIDDEN, 96))
-    half |= parts("F32", "weight_scale_inv", (2, 2), (2, 2), (2, 2))
-    assert found(FP8, half, Share(0, 1)) is None
     together: dict[Key, StoredTensor] = {
         (None, "gate_up_proj"): stored("BF16", 2, HIDDEN, INNER),
         (None, "down_proj"): stored("BF16", 2, INNER, HIDDEN),
     }
     assert found(None, together, Share(0, 1), architecture="GptOssForCausalLM") is None
+
+
+@pytest.mark.parametrize(("inner", "ranks"), [(96, 1), (96, 2), (320, 2)])
+def test_blocks_that_two_parts_or_ranks_would_share_are_refused(inner: int, ranks: int) -> None:
+    blocks = -(-inner // 64)
+    layer = parts("F8_E4M3", "weight", (inner, HIDDEN), (inner, HIDDEN), (HIDDEN, inner))
+    layer |= parts("F32", "weight_scale_inv", (blocks, 2), (blocks, 2), (2, blocks))
+    said = f"a multiple of 64 rows of gate and up in each expert rank, got {inner} / {ranks} = "
+    with pytest.raises(UnsupportedError, match=said):
+        found(FP8, layer, Share(0, ranks))
 
 
 def test_what_is_missing_or_cannot_be_divided_is_named() -> None:
