@@ -221,6 +221,31 @@ class ExpertsConfig(_Section):
         """Whether GPUs may read experts from the memory of expert ranks."""
         return bool(self.prefill_on_gpu or self.slots_gib)
 
+    def room_for(self, **given: int | None) -> int | None:
+        """Tokens of the longest step that ranks need room for.
+
+        Args:
+            given: values of vLLM's options that may not be larger, by name, such as
+                `max_num_batched_tokens`; None where one is not given.
+
+        Returns:
+            `prefill_step_tokens`; where it is null, the value of `max_num_batched_tokens`.
+
+        Raises:
+            ConfigError: one of them is larger.
+
+        """
+        asked = self.prefill_step_tokens
+        for name, value in given.items():
+            if asked is not None and value is not None and value > asked:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"experts.prefill_step_tokens: steps of {asked} tokens while no request "
+                    f"decodes, fewer than {option} ({value}). Type: {option} {asked}, or raise "
+                    f"experts.prefill_step_tokens, or leave it out"
+                )
+        return asked if asked is not None else given.get("max_num_batched_tokens")
+
 
 class WorkloadConfig(_Section):
     """Load that the engine is planned for: its steps, and requests at the same time."""

@@ -92,8 +92,10 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
             dtype=computed,
             max_model_len=_length(options.max_model_len),
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=config.experts.prefill_step_tokens
-            or options.max_num_batched_tokens,
+            max_num_batched_tokens=config.experts.room_for(
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                max_num_seqs=options.max_num_seqs,
+            ),
             gpu_memory_utilization=options.gpu_memory_utilization,
             drafter=drafter,
         )

@@ -15,6 +15,7 @@ from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
 from ray_hetero.compat.engine import engine_args, long_prompts, shared_batches
 from ray_hetero.compat.worker import late_tokens, layer_partition
+from ray_hetero.errors import ConfigError
 from ray_hetero.log import logger
 from ray_hetero.observability.engine_info import EngineInfo, info_of
 from ray_hetero.observability.world_table import as_text, placement_table
@@ -284,7 +285,15 @@ class EnginePlanner:
         asked = self._config.experts.prefill_step_tokens
         if asked is None:
             return
-        limit = self._vllm_config.scheduler_config.max_num_scheduled_tokens
+        scheduler = self._vllm_config.scheduler_config
+        limit, requests = scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs
+        if limit < requests:
+            # Of more requests that have begun in one long step, some would never decode.
+            raise ConfigError(
+                f"experts.prefill_step_tokens: steps beside requests that decode have up to "
+                f"{limit} tokens (--max-num-batched-tokens), fewer than requests may run at once "
+                f"({requests}). Type: --max-num-seqs {limit}"
+            )
         if not world.experts:
             why = "no rank of this engine holds experts for others"
         elif not long_prompts.schedule_long_prompts(self._vllm_config):

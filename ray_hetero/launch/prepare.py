@@ -25,7 +25,6 @@ from ray_hetero.compat.engine import (
 from ray_hetero.compat.engine.engine_args import choose_dtype, found_spec
 from ray_hetero.compat.models import model_registry
 from ray_hetero.config import HeteroConfig, load_config
-from ray_hetero.errors import ConfigError
 from ray_hetero.launch import early_ray
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
 from ray_hetero.launch.data_parallel import engines_together, ray_for_all
@@ -140,17 +139,10 @@ def _late(vllm_config: Any) -> str | None:
 
 def _make_room_for_long_prompts(engine_args: EngineArgs, config: HeteroConfig) -> None:
     """Apply experts.prefill_step_tokens, before anything is planned by the tokens of a step."""
-    asked = config.experts.prefill_step_tokens
-    if asked is None:
-        return
-    given = engine_args.max_num_batched_tokens
-    if given is not None and given > asked:
-        raise ConfigError(
-            f"experts.prefill_step_tokens: {asked} tokens of a step without requests that decode, "
-            f"fewer than --max-num-batched-tokens ({given}), the limit beside them. Type: "
-            f"--max-num-batched-tokens {asked}, or leave experts.prefill_step_tokens out"
-        )
-    long_prompts.make_room(engine_args, asked)
+    names = ("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs")
+    room = config.experts.room_for(**{name: getattr(engine_args, name) for name in names})
+    if room is not None and config.experts.prefill_step_tokens is not None:
+        long_prompts.make_room(engine_args, room)
 
 
 def _as_written(engine_args: EngineArgs) -> EngineArgs:

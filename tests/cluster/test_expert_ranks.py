@@ -177,7 +177,7 @@ def test_a_prompt_beyond_a_steps_tokens_is_one_step_while_no_request_decodes(
 ) -> None:
     path = model("mixtral", "f32")
     alone = batch([long_prompt(300)], max_tokens=1)
-    limit = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    limit = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_prefix_caching": False}
     runs = [
         (engine(path, dtype="float32"), [alone, batch(prompts())]),
         *(

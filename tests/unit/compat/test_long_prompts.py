@@ -104,10 +104,13 @@ def test_ranks_get_room_and_steps_keep_their_limit(given: dict[str, int], limit:
         assert (made.max_num_batched_tokens, made.max_num_scheduled_tokens) == (32768, limit)
 
 
-def test_less_room_than_the_limit_is_refused() -> None:
+@pytest.mark.parametrize("option", ["batched-tokens", "scheduled-tokens", "seqs"])
+def test_less_room_than_a_limit_is_refused(option: str) -> None:
     made = EngineArgs(
-        model="any", max_num_batched_tokens=8192, distributed_executor_backend="ray_hetero",
+        model="any", distributed_executor_backend="ray_hetero",
         additional_config={"ray_hetero": {"experts": {"prefill_step_tokens": 4096}}},
+        **{f"max_num_{option.replace('-', '_')}": 8192},
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"4096 tokens .* fewer than --max-num-batched-tokens"):
+    said = rf"steps of 4096 tokens .* fewer than --max-num-{option} \(8192\)"
+    with pytest.raises(ConfigError, match=said):
         prepare(made)
