@@ -241,8 +241,10 @@ class Compact : public Encoding {
   bool take(const std::uint8_t* at, const std::uint8_t* end) {
     const auto read = [&](auto* first, std::int64_t count) {
       if (count < 0 || count > (end - at) / static_cast<std::int64_t>(sizeof(*first))) return false;
-      std::memcpy(first, at, count * sizeof(*first));
-      at += count * sizeof(*first);
+      // Not memcpy: of a vector without elements the address may be null.
+      const auto bytes = count * static_cast<std::int64_t>(sizeof(*first));
+      std::copy_n(at, bytes, reinterpret_cast<std::uint8_t*>(first));
+      at += bytes;
       return true;
     };
     std::int64_t sizes[4];
