@@ -105,6 +105,22 @@ inline void check_positions(const Rotation& rotation, const std::int64_t* positi
   }
 }
 
+using AsInputs = std::pair<std::uintptr_t, std::int64_t>;  // address, and stride of states
+using AsStates = std::tuple<std::uintptr_t, std::int64_t, bool>;  // and whether they are float32
+
+// The states of m tokens, whose numbers are below `states`.
+inline LinearStates as_states(const AsInputs& inputs, const AsStates& heads, std::int64_t states,
+                              std::uintptr_t numbers, std::int64_t m) {
+  const auto& [data, stride, is_float] = heads;
+  const LinearStates made{pointer<std::uint16_t>(inputs.first), inputs.second,
+                          pointer<void>(data), stride, is_float,
+                          pointer<const std::int32_t>(numbers), m};
+  for (std::int64_t i = 0; i < m; ++i) {
+    if (made.numbers[i] >= states) refuse("a state", i, made.numbers[i], "below", states);
+  }
+  return made;
+}
+
 // What each file here adds to the module.
 void bind_weights(py::module_& module);
 void bind_arrange(py::module_& module);

@@ -49,18 +49,11 @@ GatedDeltaLayer gated_delta_layer(const AsHeads& given, const AsNorm& norm, cons
 }
 
 void run_gated_delta_layer(const GatedDeltaLayer& layer,
-                           const std::pair<std::uintptr_t, std::int64_t>& inputs,
-                           const std::tuple<std::uintptr_t, std::int64_t, bool>& heads,
+                           const AsInputs& inputs, const AsStates& heads,
                            std::int64_t states, std::uintptr_t numbers, std::int64_t m,
                            std::uintptr_t hidden, std::uintptr_t residual, std::uintptr_t y,
                            std::uintptr_t sum, const Level& level) {
-  const auto& [data, stride, is_float] = heads;
-  const LinearStates made{pointer<std::uint16_t>(inputs.first), inputs.second,
-                          pointer<void>(data), stride, is_float,
-                          pointer<const std::int32_t>(numbers), m};
-  for (std::int64_t i = 0; i < m; ++i) {
-    if (made.numbers[i] >= states) refuse("a state", i, made.numbers[i], "below", states);
-  }
+  const LinearStates made = as_states(inputs, heads, states, numbers, m);
   const Step step{pointer<const std::uint16_t>(hidden), pointer<const std::uint16_t>(residual),
                   pointer<std::uint16_t>(y), pointer<std::uint16_t>(sum), nullptr};
   py::gil_scoped_release release;

@@ -56,17 +56,10 @@ Mamba2Mixer mamba2_mixer(const AsHeads& given, const AsLinear& input, std::uintp
 }
 
 void run_mamba2_mixer(const Mamba2Mixer& mixer,
-                      const std::pair<std::uintptr_t, std::int64_t>& inputs,
-                      const std::tuple<std::uintptr_t, std::int64_t, bool>& heads,
+                      const AsInputs& inputs, const AsStates& heads,
                       std::int64_t states, std::uintptr_t numbers, std::int64_t m,
                       std::uintptr_t x, std::uintptr_t y, const Level& level) {
-  const auto& [data, stride, is_float] = heads;
-  const LinearStates made{pointer<std::uint16_t>(inputs.first), inputs.second,
-                          pointer<void>(data), stride, is_float,
-                          pointer<const std::int32_t>(numbers), m};
-  for (std::int64_t i = 0; i < m; ++i) {
-    if (made.numbers[i] >= states) refuse("a state", i, made.numbers[i], "below", states);
-  }
+  const LinearStates made = as_states(inputs, heads, states, numbers, m);
   Step step;
   step.hidden = pointer<const std::uint16_t>(x);
   step.y = pointer<std::uint16_t>(y);

@@ -23,14 +23,12 @@ from ray_hetero.compat.models import gated_delta
 from ray_hetero.compat.models.decoder_classes import has_forward_of
 from ray_hetero.kernels.formats import PackedWeight
 from ray_hetero.kernels.formats.base import BLOCK, pack
+from ray_hetero.kernels.layers import linear_states
 from ray_hetero.kernels.layers.attention import as_norm
 from ray_hetero.kernels.layers.decode_step import IsNative, NativeStep, StepOf
 from ray_hetero.kernels.layers.layer_parts import Linear, Norm, PostAttention
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Reason
-
-STATE_TYPES = (torch.float32, torch.bfloat16)
-"""Types of the states of heads."""
 
 KEY_MULTIPLE, VALUE_MULTIPLE = 16, 32
 """Divisors of the elements of a key and of a value: what csrc/kernels/gated_delta.h takes."""
@@ -231,17 +229,12 @@ class GatedDeltas:
             numbers = gated_delta.states_of_tokens(of_layers[delta.prefix], tokens)
             if numbers is None or not is_native(1):
                 return None
-            if not _are_known(delta.kv_cache, parts):
+            # vLLM's operators for CPUs keep a head as [key, value] all the same.
+            of_inputs = len(parts.taps) - 1, shape.channels
+            of_heads = shape.value_heads, shape.value, shape.key
+            if not linear_states.are_known(delta.kv_cache, of_inputs, of_heads):
                 return Reason.UNKNOWN_ATTENTION
-            inputs, heads = delta.kv_cache
-            arguments = {
-                "inputs": (inputs.data_ptr(), inputs.stride(0)),
-                "heads": (heads.data_ptr(), heads.stride(0), heads.dtype == torch.float32),
-                "states": len(heads),
-                "numbers": numbers.data_ptr(),
-                "m": tokens,
-            }
-            return NativeStep(arguments, numbers)
+            return NativeStep(linear_states.native(delta.kv_cache, numbers), numbers)
 
         return parts, step_of
 
@@ -254,22 +247,3 @@ def _gates(delta: Any, linears: Mapping[nn.Module, Linear], kernel: StreamingLin
     weight = gated_delta.weight_of(delta.in_proj_ba, kernel.dtype)
     padded = functional.pad(weight, (0, 0, 0, -len(weight) % BLOCK))
     return Linear(PackedWeight.made(pack(padded), kernel.native), None)
-
-
-def _are_known(states: Any, parts: GatedDeltaParts) -> bool:
-    """Inputs [states, taps - 1, channels] and heads [states, value heads, value, key].
-
-    vLLM's operators for CPUs keep a head as [key, value] all the same.
-    """
-    shape, taps = parts.shape, parts.taps
-    if len(states) != 2 or len(states[0]) != len(states[1]):
-        return False
-    inputs, heads = states
-    return bool(
-        inputs.dtype == torch.bfloat16
-        and heads.dtype in STATE_TYPES
-        and tuple(inputs.shape[1:]) == (len(taps) - 1, shape.channels)
-        and tuple(heads.shape[1:]) == (shape.value_heads, shape.value, shape.key)
-        and inputs[0].is_contiguous()
-        and heads[0].is_contiguous()
-    )

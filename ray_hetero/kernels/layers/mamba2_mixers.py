@@ -23,15 +23,13 @@ from ray_hetero.compat.models import mamba2
 from ray_hetero.compat.models.lora import base_layer
 from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.custom_ops import register_op
-from ray_hetero.kernels.layers import layer_tokens
+from ray_hetero.kernels.layers import layer_tokens, linear_states
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.linear.rank_sums import meeting, why_not_added
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason
 from ray_hetero.kernels.step_trace import Event
 
-STATE_TYPES = (torch.float32, torch.bfloat16)
-"""Types of the states of heads."""
 MULTIPLE = 16
 """Divisor of the elements of a value, and of a state's rows: what csrc/kernels/mamba2.h takes."""
 
@@ -139,14 +137,11 @@ class MixerOperator:
             found: torch.Tensor = self._mixer(x, factors)
             return found
         layer_tokens.count(1, native=tokens)
-        inputs, heads = self._mixer.kv_cache
         x = x.contiguous()
         y = torch.empty_like(x)
         with meeting(self._kernel.sums):
             self._native.run(
-                inputs=(inputs.data_ptr(), inputs.stride(0)),
-                heads=(heads.data_ptr(), heads.stride(0), heads.dtype == torch.float32),
-                states=len(heads), numbers=step.data_ptr(), m=tokens,
+                **linear_states.native(self._mixer.kv_cache, step),
                 x=x.data_ptr(), y=y.data_ptr(), level=self._kernel.level,
             )  # fmt: skip
         return y
@@ -168,7 +163,10 @@ class MixerOperator:
         are_own = factors is own or (
             factors is not None and own is not None and factors.data_ptr() == own.data_ptr()
         )
-        if not are_own or not _are_known(self._mixer.kv_cache, self.parts):
+        shape = self.parts.shape
+        of_inputs = len(self.parts.taps) - 1, shape.channels
+        of_heads = shape.heads, shape.value, shape.state
+        if not are_own or not linear_states.are_known(self._mixer.kv_cache, of_inputs, of_heads):
             return Reason.UNKNOWN_ATTENTION
         return numbers
 
@@ -276,7 +274,7 @@ def parts_of(
         output = replace(output, bias=None)
     return Mamba2Parts(
         shape=_shape_of(mixer), input=linears[mixer.in_proj],
-        factors=None if factors is None else factors,
+        factors=factors,
         taps=mixer.conv_weights.T.contiguous(),
         tap_bias=None if bias is None else bias.data.float().contiguous(),
         rates=mixer.A.data.float().contiguous(),
@@ -320,19 +318,3 @@ def _why_unsuited(
     if factors is not None and factors.numel() != shape.inputs:
         return f"it has {factors.numel()} factors, expected {shape.inputs}"
     return ""
-
-
-def _are_known(states: Any, parts: Mamba2Parts) -> bool:
-    """Inputs [states, taps - 1, channels] and heads [states, heads, value, state]."""
-    shape, taps = parts.shape, parts.taps
-    if len(states) != 2 or len(states[0]) != len(states[1]):
-        return False
-    inputs, heads = states
-    return bool(
-        inputs.dtype == torch.bfloat16
-        and heads.dtype in STATE_TYPES
-        and tuple(inputs.shape[1:]) == (len(taps) - 1, shape.channels)
-        and tuple(heads.shape[1:]) == (shape.heads, shape.value, shape.state)
-        and inputs[0].is_contiguous()
-        and heads[0].is_contiguous()
-    )

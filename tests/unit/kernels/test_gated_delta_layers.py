@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 import decoder_parts  # noqa: E402
 from decoder_parts import Product, bare, class_of, gemma_norm, linears, mlp  # noqa: E402
 from group_steps import Threads, sums_of  # noqa: E402
+from linear_steps import CLOSE, STATES, TAPS, expect_rows, expect_states  # noqa: E402
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from vllm.model_executor.layers.layernorm import RMSNormGated  # noqa: E402
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
@@ -35,10 +36,9 @@ current_platform.import_kernels()
 gdn_attention.register_cpu_gdn_attention_ops()
 pytestmark = needs_native
 
-HIDDEN, TAPS, STATES = 256, 4, 9
+HIDDEN = 256
 NAME = "layers.0.linear_attn"
 BEST = LEVELS[-1] if LEVELS else ""
-CLOSE = {"rtol": 2**-5, "atol": 2**-5}
 
 
 def product(outputs: int, inputs: int, ranks: int = 1) -> Any:
@@ -212,17 +212,8 @@ def expect_vllms(
     numbers = step.metadata.non_spec_state_indices_tensor.long()
     rows = numbers > 0
     for one, other in zip((given, total), expected, strict=True):
-        torch.testing.assert_close(one[rows].float(), other[rows].float(), rtol=2**-4, atol=2**-4)
-        apart = (one[rows].float() - other[rows].float()).norm() / other[rows].float().norm()
-        assert float(apart) < 2**-7
-    own = torch.zeros(STATES, dtype=torch.bool)
-    own[numbers[rows]] = True
-    for one, other, old in zip(step.states(), theirs, before, strict=True):
-        torch.testing.assert_close(one[own].float(), other[own].float(), **CLOSE)
-        assert not torch.equal(one[own], old[own])
-        assert torch.equal(one[~own], old[~own])
-    # All but the newest inputs are moved as they are.
-    assert torch.equal(step.inputs[own][:, :-1], before[0][own][:, 1:])
+        expect_rows(one, other, rows)
+    expect_states(step.states(), theirs, before, numbers[rows])
 
 
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)

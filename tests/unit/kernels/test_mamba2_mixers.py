@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from decoder_parts import Product, bare, linears  # noqa: E402
 from group_steps import Threads, sums_of  # noqa: E402
+from linear_steps import CLOSE, STATES, TAPS, expect_rows, expect_states  # noqa: E402
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from vllm.config.mamba import MambaBackendEnum, MambaConfig  # noqa: E402
@@ -37,10 +38,9 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: 
 current_platform.import_kernels()
 pytestmark = needs_native
 
-HIDDEN, TAPS, STATES = 256, 4, 9
+HIDDEN = 256
 NAME = "layers.0.mixer"
 BEST = LEVELS[-1] if LEVELS else ""
-CLOSE = {"rtol": 2**-5, "atol": 2**-5}
 
 
 def product(outputs: int, inputs: int, *, has_bias: bool = False) -> Any:
@@ -137,7 +137,7 @@ class Step:
 
 
 def metadata_of(numbers: list[int], prefills: int = 0) -> Any:
-    """What vLLM says of a step of requests of one token each."""
+    """Metadata of vLLM's for a step of requests of one token each."""
     fields = dict.fromkeys(Mamba2AttentionMetadata.__dataclass_fields__)
     count = len(numbers)
     return Mamba2AttentionMetadata(**fields | {
@@ -180,17 +180,8 @@ def expect_vllms(step: Step, context: SimpleNamespace, *, level: str = BEST) -> 
     assert torch.equal(step.x, kept)
     numbers = step.metadata.state_indices_tensor_d[:, 0].long()
     rows = numbers > 0
-    torch.testing.assert_close(given[rows].float(), expected[rows].float(), rtol=2**-4, atol=2**-4)
-    apart = (given[rows].float() - expected[rows].float()).norm() / expected[rows].float().norm()
-    assert float(apart) < 2**-7
-    own = torch.zeros(STATES, dtype=torch.bool)
-    own[numbers[rows]] = True
-    for one, other, old in zip(step.states(), theirs, before, strict=True):
-        torch.testing.assert_close(one[own].float(), other[own].float(), **CLOSE)
-        assert not torch.equal(one[own], old[own])
-        assert torch.equal(one[~own], old[~own])
-    # All but the newest inputs are moved as they are.
-    assert torch.equal(step.inputs[own][:, :-1], before[0][own][:, 1:])
+    expect_rows(given, expected, rows)
+    expect_states(step.states(), theirs, before, numbers[rows])
 
 
 @pytest.mark.parametrize("level", BETWEEN_PRODUCTS)
