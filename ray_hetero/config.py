@@ -221,15 +221,12 @@ class ExpertsConfig(_Section):
         """Whether GPUs may read experts from the memory of expert ranks."""
         return bool(self.prefill_on_gpu or self.slots_gib)
 
-    def room_for(self, **given: int | None) -> int | None:
-        """Tokens of the longest step that ranks need room for.
+    def check_limits(self, **given: int | None) -> None:
+        """Refuse limits of vLLM's that are larger than `prefill_step_tokens`, unless it is null.
 
         Args:
-            given: values of vLLM's options that may not be larger, by name, such as
-                `max_num_batched_tokens`; None where one is not given.
-
-        Returns:
-            `prefill_step_tokens`; where it is null, the value of `max_num_batched_tokens`.
+            given: values of vLLM's options by name, such as `max_num_batched_tokens`; None where
+                one is not given.
 
         Raises:
             ConfigError: one of them is larger.
@@ -244,7 +241,6 @@ class ExpertsConfig(_Section):
                     f"decodes, fewer than {option} ({value}). Type: {option} {asked}, or raise "
                     f"experts.prefill_step_tokens, or leave it out"
                 )
-        return asked if asked is not None else given.get("max_num_batched_tokens")
 
 
 class WorkloadConfig(_Section):

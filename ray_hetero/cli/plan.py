@@ -81,6 +81,9 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
     hub = None if path == Path(options.model).expanduser() else hub_model(options.model)
     shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_dtype, hub=hub)
     drafter, acceptance = _drafter(options.speculative, options.draft_model, shape)
+    config.experts.check_limits(
+        max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs
+    )
     checkpoint = CheckpointOnCpus.of_config(content, config.cpu.linear_kernel)
     if not (options.topology or options.cluster):
         checkpoint = replace(checkpoint, lacks_kernels=lacking_kernels())
@@ -92,10 +95,8 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
             dtype=computed,
             max_model_len=_length(options.max_model_len),
             max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=config.experts.room_for(
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                max_num_seqs=options.max_num_seqs,
-            ),
+            max_num_batched_tokens=config.experts.prefill_step_tokens
+            or options.max_num_batched_tokens,
             gpu_memory_utilization=options.gpu_memory_utilization,
             drafter=drafter,
         )

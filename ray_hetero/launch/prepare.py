@@ -140,9 +140,9 @@ def _late(vllm_config: Any) -> str | None:
 def _make_room_for_long_prompts(engine_args: EngineArgs, config: HeteroConfig) -> None:
     """Apply experts.prefill_step_tokens, before anything is planned by the tokens of a step."""
     names = ("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs")
-    room = config.experts.room_for(**{name: getattr(engine_args, name) for name in names})
-    if room is not None and config.experts.prefill_step_tokens is not None:
-        long_prompts.make_room(engine_args, room)
+    config.experts.check_limits(**{name: getattr(engine_args, name) for name in names})
+    if (tokens := config.experts.prefill_step_tokens) is not None:
+        long_prompts.make_room(engine_args, tokens)
 
 
 def _as_written(engine_args: EngineArgs) -> EngineArgs:

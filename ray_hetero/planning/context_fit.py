@@ -89,9 +89,7 @@ def shorter_context(
 
 
 def _shorter(longest: int) -> Iterator[int]:
-    length = 1 << longest.bit_length() - 1
-    if length == longest:
-        length //= 2
+    length = 1 << max(longest - 1, 1).bit_length() - 1
     while length > SHORTEST:
         yield length
         length //= 2

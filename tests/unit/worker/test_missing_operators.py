@@ -17,7 +17,7 @@ from ray_hetero.worker.missing_operators import stand_in  # noqa: E402
 
 
 def config(**of_model: Any) -> Any:
-    """What is looked at of a configuration: by default a dense model's."""
+    """Attributes of a configuration that `needs_more` reads: by default those of a dense model."""
     others = {"speculative_config": None, "cache_dtype": "auto"}
     others |= {key: of_model.pop(key) for key in list(of_model) if key in others}
     given = {"use_mla": False, "has_inner_state": False, "experts": 0, "dtype": torch.bfloat16}
