@@ -191,6 +191,7 @@ struct Wrong {
 inline Wrong load(const Loaded& stored, const std::int64_t* outputs, std::int64_t count,
                          std::uint8_t* to) {
   thread_local std::vector<std::uint8_t> codes, scales, widened;
+  if (count == 0) return {};  // there may be no rows that have a size
   const ArrangedSizes& sizes = stored.sizes;
   const std::int64_t groups = sizes.groups;
   announce(stored.codes, outputs, count);
