@@ -86,7 +86,7 @@ class ExpertTensors:
     """Experts of a token."""
     scheme: Scheme = ""
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale, in FP8."""
+    """Outputs and inputs that share a scale, in FP8 and in integers of four bits."""
 
     @classmethod
     def of(cls, architecture: str, config: Mapping[str, object]) -> ExpertTensors | None:
@@ -138,19 +138,22 @@ def _format_of(
     block = settings.get("weight_block_size")
     if method == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
         return "fp8", (int(block[0]), int(block[1]))
-    if method == "compressed-tensors" and _has_groups_of_four_bits(settings):
-        return "int4", None
+    if method == "compressed-tensors" and (group := _group_of_four_bits(settings)):
+        return "int4", (1, group)
     return None
 
 
-def _has_groups_of_four_bits(settings: Mapping[str, object]) -> bool:
-    """Whether all that is quantised are integers of four bits in groups, in their own order and
-    without zero points."""
+def _group_of_four_bits(settings: Mapping[str, object]) -> int | None:
+    """Inputs of a group, if all that is quantised are integers of four bits in groups, in their own
+    order and without zero points."""
     groups = settings.get("config_groups")
     found = list(groups.values()) if isinstance(groups, Mapping) else []
     if len(found) != 1 or settings.get("format") != "pack-quantized":
-        return False
+        return None
     weights = found[0].get("weights") or {}
     expected = {"num_bits": 4, "type": "int", "strategy": "group"}
     is_ordinary = weights.get("symmetric", True) and not weights.get("actorder")
-    return bool(is_ordinary) and all(weights.get(key) == value for key, value in expected.items())
+    if not is_ordinary or any(weights.get(key) != value for key, value in expected.items()):
+        return None
+    group = weights.get("group_size")
+    return group if type(group) is int and group > 0 else None

@@ -12,7 +12,7 @@ from placement.model.checkpoint import StoredTensor
 from placement.model.expert_tensors import ExpertTensors
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.file_experts import FileWeight, Rows
-from ray_hetero.kernels.formats.stored_codes import MX_GROUP
+from ray_hetero.kernels.formats.stored_codes import CODES_PER_WORD, MX_GROUP, check_groups
 
 Key = tuple[int | None, str]
 """An expert, None for tensors of all, and the rest of a tensor's name."""
@@ -118,14 +118,15 @@ class ExpertRows:
     def _of_parts(self, layer: Layer, expert: int) -> tuple[FileWeight | None, FileWeight | None]:
         scheme, parts = self._tensors.scheme, self._tensors.names.parts
         weight, scale = SUFFIXES.get(scheme, ("weight", ""))
-        self._check_blocks(layer[expert, f"{parts[0]}.{weight}"].shape[0])
+        if scheme == "fp8":
+            self._check_blocks(layer[expert, f"{parts[0]}.{weight}"].shape[0])
 
         def of(names: tuple[str, ...], axis: int) -> FileWeight | None:
             codes = [layer[expert, f"{name}.{weight}"] for name in names]
             scales = [layer[expert, f"{name}.{scale}"] for name in names] if scale else []
             rows, group = self._tensors.block or (1, 0)
             if scheme == "int4":
-                group = 8 * codes[0].shape[1] // scales[0].shape[1]
+                group = self._group(codes[0], scales[0], group, axis)
             return self._weight(codes, scales, axis, group, rows)
 
         return of(parts[:2], 0), of(parts[2:], 1)
@@ -146,6 +147,24 @@ class ExpertRows:
                     f"{self._share.ranks} = {part}. Set experts.ranks to a number with which they "
                     f"are, or leave experts out."
                 )
+
+    def _group(self, codes: StoredTensor, scales: StoredTensor, group: int, axis: int) -> int:
+        """Inputs that share a scale, of which the last ones may be fewer.
+
+        Raises:
+            UnsupportedError: there are more or fewer scales, or a group would be divided.
+
+        """
+        inputs = CODES_PER_WORD * codes.shape[1]
+        check_groups(inputs, scales.shape[1], group)
+        _, part = self._share.part(inputs) if axis else (0, inputs)
+        if part % group and part < inputs and group < inputs:
+            raise UnsupportedError(
+                f"experts in int4 with a scale for every {group} inputs: expected a multiple of "
+                f"{group} inputs of down in each expert rank, got {inputs} / {self._share.ranks} = "
+                f"{part}. Set experts.ranks to a number with which they are, or leave experts out."
+            )
+        return min(group, inputs)
 
     def _weight(
         self, codes: list[StoredTensor], scales: list[StoredTensor], axis: int, group: int,
@@ -183,7 +202,17 @@ class ExpertRows:
         return made if is_whole and len({width for _, width in rows}) == 1 else None
 
     def _rows(self, tensor: StoredTensor, axis: int, expert: int | None) -> tuple[Rows, int]:
-        """This rank's rows of a tensor, and bytes of each."""
+        """This rank's rows of a tensor, and bytes of each.
+
+        Raises:
+            UnsupportedError: it has none, or they cannot be divided so.
+
+        """
+        if 0 in tensor.shape:
+            raise UnsupportedError(
+                f"{tensor.name}: expected weights, got a tensor of shape {list(tensor.shape)}; the "
+                "checkpoint is damaged"
+            )
         shape, nbytes, offset = tensor.shape, tensor.nbytes, tensor.offset
         if expert is not None:
             nbytes //= shape[0]

@@ -42,7 +42,8 @@ class StoredExperts:
     w13_zero: torch.Tensor | None = None
     w2_zero: torch.Tensor | None = None
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale; None where the tensors' shapes say it."""
+    """Outputs and inputs that share a scale, the last ones may be fewer; None where the tensors'
+    shapes say it."""
     w13_factor: torch.Tensor | None = None
     """[E], float32: factor of all scales of an expert, of NVFP4."""
     w2_factor: torch.Tensor | None = None
@@ -235,8 +236,16 @@ def _stored_integers(layer: Any) -> StoredExperts:
         getattr(layer, f"w2_{scale}").data,
         None if is_symmetric else _data(layer, f"w13_{zero}"),
         None if is_symmetric else _data(layer, f"w2_{zero}"),
+        _groups(layer.quant_method),
         layout=layout,
     )
+
+
+def _groups(method: Any) -> tuple[int, int] | None:
+    """Block of integers in groups; None where all inputs share a scale."""
+    config = getattr(method, "quant_config", None)
+    group = getattr(method, "group_size", None) or getattr(config, "group_size", None)
+    return (1, group) if isinstance(group, int) and group > 0 else None
 
 
 def _data(layer: Any, name: str) -> torch.Tensor | None:

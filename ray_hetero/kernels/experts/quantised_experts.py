@@ -24,6 +24,7 @@ from ray_hetero.kernels.formats.int8 import Int8Weight
 from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
 from ray_hetero.kernels.formats.stored_codes import (
     block_floats,
+    check_groups,
     micro_floats,
     nano_floats,
     row_floats,
@@ -98,7 +99,7 @@ def _codes(
     factor: torch.Tensor | None, expert: int,
 ) -> Codes:  # fmt: skip
     if stored.scheme == "int4":
-        return _integers(stored.layout, weight, scale, None if zeros is None else zeros[expert])
+        return _integers(stored, weight, scale, None if zeros is None else zeros[expert])
     if stored.scheme == "mxfp4":
         return micro_floats(weight, scale)
     if stored.scheme == "nvfp4":
@@ -120,20 +121,23 @@ def _codes(
 
 
 def _integers(
-    layout: str, words: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
+    stored: StoredExperts, words: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
 ) -> Codes:
     """Integers of four bits as the libraries pack them.
 
     Args:
-        layout: compressed-tensors ([N, K / 8], scales [N, groups], zeros [N / 8, groups]), gptq
-            ([K / 8, N], [groups, N], [groups, N / 8], each less 1), or awq ([K, N / 8], the others
-            as gptq, each itself).
+        stored: the layer; its layout is compressed-tensors ([N, K / 8], scales [N, groups], zeros
+            [N / 8, groups]), gptq ([K / 8, N], [groups, N], [groups, N / 8], each less 1), or awq
+            ([K, N / 8], the others as gptq, each itself).
         words: int32, eight codes each.
         scale: of groups.
         zeros: words, or None for the middle of the codes.
 
+    Raises:
+        UnsupportedError: scales that are not those of groups.
+
     """
-    bits = Int4Weight.bits
+    bits, layout = Int4Weight.bits, stored.layout
     if layout == "compressed-tensors":
         of_groups = None if zeros is None else unpacked(zeros.t(), bits).t()
         codes = unpacked(words, bits)
@@ -143,7 +147,17 @@ def _integers(
     else:
         of_groups = None if zeros is None else _in_order(unpacked(zeros, bits)).t()
         codes, scale = _in_order(unpacked(words, bits)).t(), scale.t()
-    return Codes(codes, scale, codes.shape[1] // scale.shape[1], of_groups)
+    inputs, groups = codes.shape[1], scale.shape[1]
+    if stored.block is not None:
+        group = stored.block[1]
+        check_groups(inputs, groups, group)
+        return Codes(codes, scale, min(group, inputs), of_groups)
+    if inputs % groups:
+        raise UnsupportedError(
+            f"experts in int4: {inputs} inputs with {groups} scales, and nothing says how many "
+            f"share one: {inputs} / {groups} is no whole number"
+        )
+    return Codes(codes, scale, inputs // groups, of_groups)
 
 
 def _in_order(codes: torch.Tensor) -> torch.Tensor:

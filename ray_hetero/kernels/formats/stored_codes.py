@@ -9,12 +9,34 @@ from collections.abc import Sequence
 
 import torch
 
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.scaled import Codes
 
 MX_GROUP, NVFP4_GROUP = 32, 16
 """Inputs that share a scale in the formats of the OCP and of NVIDIA."""
+CODES_PER_WORD = 8
+"""Codes of four bits in a word of 32."""
+
+
+def check_groups(inputs: int, scales: int, group: int) -> None:
+    """Compare scales of integers of four bits with the size of a group; the last may have fewer.
+
+    Args:
+        inputs: of the weight.
+        scales: of an output.
+        group: inputs that share a scale.
+
+    Raises:
+        UnsupportedError: there are more or fewer.
+
+    """
+    if scales != (expected := -(-inputs // group)):
+        raise UnsupportedError(
+            f"experts in int4 with a scale for every {group} inputs: expected {inputs} / {group} = "
+            f"{inputs / group:g}, so {expected} scales of an output, got {scales}"
+        )
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -20,7 +20,9 @@ HIDDEN, INNER = 128, 256
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized",
-    "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}},
+    "config_groups": {
+        "g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+    },
 }  # fmt: skip
 
 
