@@ -104,7 +104,7 @@ def _read(
         progress = LoadProgress(len(layers), _bytes_of(layers, share))
         files = _Files(stack)
         maker = _Maker(source, config, kernel, share, files, progress)
-        stack.callback(maker.close)
+        stack.push(lambda kind, *_: maker.close(is_whole=kind is None))
         begun: deque[tuple[int, Begun]] = deque()
 
         def finish() -> None:
@@ -239,16 +239,24 @@ class _Maker:
         self._reader = FileReader(kernel.native, torch.get_num_threads(), progress.read)
         folder = config.experts.keep_packed
         self._kept = (
-            KeptExperts(folder, source, share, kernel, self._kind.name, files.opened)
+            KeptExperts(
+                folder,
+                source,
+                share,
+                kernel,
+                self._kind.name,
+                files.opened,
+                config.startup.load_timeout_s,
+            )
             if folder
             else None
         )
 
-    def close(self) -> None:
-        """Read no more, and wait for what is being kept."""
+    def close(self, *, is_whole: bool) -> None:
+        """Read no more, and wait for what is being kept if all has been read."""
         self._reader.close()
         if self._kept is not None:
-            self._kept.finish()
+            self._kept.finish(is_wanted=is_whole)
 
     def begin(self, number: int, tensors: Mapping[Key, StoredTensor]) -> Begun:
         """Begin to read a layer from its kept file, or from the checkpoint; see `_begin`.

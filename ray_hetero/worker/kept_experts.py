@@ -7,14 +7,15 @@ that does not fit is said to, and its layer is packed again.
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import hashlib
+import itertools
 import json
 import os
-import threading
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 
 from placement.model.checkpoint import StoredTensor
-from placement.units import GIB
 from ray_hetero.compat.cpu_site import installed_version
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room, in_lines
 from ray_hetero.kernels.experts.file_experts import FileReader, Made
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
@@ -35,21 +36,23 @@ from ray_hetero.kernels.formats import (
     PackedWeight,
     ScaledWeight,
 )
+from ray_hetero.kernels.formats.compact import BF16_BYTES
 from ray_hetero.kernels.formats.scaled import Codes, layout_of
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.log import logger
 from ray_hetero.worker.expert_rows import Key, Share
+from ray_hetero.worker.kept_writer import ENDING, PART, KeptWriter, parts_of
 from ray_hetero.world import ExpertSource
 
-PART = 16 << 20
-"""Bytes that have a digest, and are read or written in one go."""
-ENDING = ".packed"
-WRITERS = 4
-"""Threads that write."""
+SAMPLES = 16
+"""Places of a layer's tensors that are looked at to tell two checkpoints apart."""
+SAMPLE_BYTES = 4096
 _MARK = b"rayhet1\n"
 _TAIL = len(_MARK) + 8 + hashlib.sha256().digest_size
 """Bytes behind the description: its length, its digest and the mark."""
 _MOST_DESCRIPTION = 64 << 20
+_OTHER = (ValueError, LookupError, TypeError, AttributeError, UnsupportedError)
+"""Errors of reading a description that another program has written."""
 _FORMATS: dict[str, type[HostWeight]] = {**FORMATS, **SCALED_FORMATS}
 
 
@@ -80,32 +83,35 @@ class KeptExperts:
         kernel: computes the experts.
         weights: name of the format of weights that the checkpoint holds in bf16.
         opened: descriptor of a file of the checkpoint, the one that is read.
+        limit_s: startup.load_timeout_s; the last tenth of it is left for all else.
 
     """
 
     def __init__(
         self, folder: str, source: ExpertSource, share: Share, kernel: StreamingLinear,
-        weights: str, opened: Callable[[Path], int],
+        weights: str, opened: Callable[[Path], int], limit_s: float,
     ) -> None:  # fmt: skip
         name = Path(source.model).name
         model = hashlib.sha256(source.model.encode()).hexdigest()[:8]
         self.folder = Path(folder).expanduser() / f"{name}-{model}"
-        self.folder /= f"slice-{share.number + 1}-of-{share.ranks}"
+        # Hosts that share a folder may have other processors.
+        self.folder /= f"slice-{share.number + 1}-of-{share.ranks}-{kernel.level.name}"
         self._native = kernel.native
         self._common = {
             "release": installed_version("ray-hetero") or "",
             "slice": f"{share.number + 1} of {share.ranks}",
             "level": str(kernel.level.name),
             "format": source.tensors.scheme or weights,
+            # What config.json says, whose weights may be the same.
+            "form": f"{source.tensors.names.activation} {source.tensors.block}",
         }
         self._opened = opened
         self._begun: dict[str, dict[str, str]] = {}
         """Key of each layer when it began to be read."""
         self._said: set[str] = set()
-        self._writer: ThreadPoolExecutor | None = None
-        self._tasks: list[futures.Future[None]] = []
-        self._failed = threading.Event()
-        self._written = 0
+        until = time.monotonic() + 0.9 * limit_s
+        limit = f"nine tenths of startup.load_timeout_s ({limit_s:g} s)"
+        self._writer = KeptWriter(self.folder, until, limit)
 
     def path(self, layer: str) -> Path:
         """File of a layer."""
@@ -146,7 +152,7 @@ class KeptExperts:
             [room.taken(weight["bytes"], half) for half, weight in enumerate(pair)]
             for pair in kept.weights
         ]
-        parts = _parts(room.half(0), room.half(1), beside)
+        parts = parts_of(room.half(0), room.half(1), beside)
         tasks = [
             reader.submit(_read, kept, begin, part, kept.digests[number], room, count_bytes)
             for number, (begin, part) in enumerate(parts)
@@ -159,8 +165,10 @@ class KeptExperts:
                 if all(task.result() for task in tasks):
                     return room, self._made(kept.weights, places, beside)
                 self._say(path, "a digest is not that of its bytes")
-            except (ValueError, OSError) as error:
+            except OSError as error:
                 self._say(path, _why(error))
+            except _OTHER as error:
+                self._say(path, f"its description is of another kind ({error!r})")
             finally:
                 os.close(kept.descriptor)
             return None
@@ -175,9 +183,10 @@ class KeptExperts:
             OSError: it cannot be read, or is not there.
 
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Nobody waits for what another process would write into a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            about, data = _description(descriptor)
+            about, data = description(descriptor)
             for name, value in key.items():
                 if about["key"].get(name) != value:
                     values = f" ({about['key'].get(name)}, expected {value})"
@@ -201,6 +210,9 @@ class KeptExperts:
                 path, descriptor, (left, right), about["beside"], about["weights"],
                 about["digests"],
             )  # fmt: skip
+        except _OTHER as error:
+            os.close(descriptor)
+            raise _UnfitError(f"its description is of another kind ({error!r})") from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -212,9 +224,21 @@ class KeptExperts:
         said = [
             sorted((path.name, of.st_size, of.st_mtime_ns) for path, of in files.items()),
             sorted((one.name, one.dtype, one.shape, one.offset) for one in tensors.values()),
+            # Images of containers have files of one time, whatever is in them.
+            [sample.hex() for sample in self._samples(list(tensors.values()))],
         ]
         checkpoint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
         return self._common | {"checkpoint": checkpoint}
+
+    def _samples(self, tensors: list[StoredTensor]) -> Iterator[bytes]:
+        """Some bytes of a layer's tensors, from places that are as far from each other."""
+        tensors.sort(key=lambda one: one.name)
+        ends = list(itertools.accumulate(one.nbytes for one in tensors))
+        for number in range(SAMPLES):
+            place = ends[-1] * number // SAMPLES + ends[-1] // (2 * SAMPLES)
+            one = tensors[found := bisect.bisect_right(ends, place)]
+            at = one.offset + place - (ends[found] - one.nbytes)
+            yield os.pread(self._opened(one.file), SAMPLE_BYTES, at)
 
     def _say(self, path: Path, why: str) -> None:
         """Say once why files do not fit."""
@@ -256,72 +280,47 @@ class KeptExperts:
                 raise ValueError(
                     f"{kind.name}: its scales are of another kind than those read here"
                 )
+            _check_size(kind.nbytes_of(found, self._native), place)
             return kind.in_place(found, place, self._native)
         if kind is CompactWeight:
+            _check_size(outputs * inputs * BF16_BYTES * 3 // 4, place)
             encoding = self._native.Compact.restored(outputs, inputs, beside.numpy().tobytes())
             return CompactWeight(place.view(outputs, -1), encoding)
+        _check_size(outputs * inputs * BF16_BYTES, place)
         packed = place.view(torch.bfloat16).view(outputs, inputs)
         return PackedWeight.made(packed, self._native)
 
     def keep(self, layer: str, tensors: Mapping[Key, StoredTensor], experts: RoutedExperts) -> None:
         """Write a layer behind others, in a thread; not of files that were written meanwhile."""
-        if self._failed.is_set():
+        if self._writer.has_failed:
             return
         key = self._key(tensors)
         if key != self._begun[layer]:
-            self._failed.set()
-            logger.warning(
-                "experts.keep_packed: the packed experts are not kept in %s: files of the "
-                "checkpoint have changed while they were read", self.folder,
-            )  # fmt: skip
+            self._writer.give_up("files of the checkpoint have changed while they were read")
             return
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, "ray_hetero-keep")
-        self._tasks.append(self._writer.submit(self._keep, layer, key, experts))
+        about, beside = _about(key, experts)
+        halves = [experts.room.half(half) for half in (0, 1)]
+        self._writer.add(self.path(layer), [*halves, beside], lambda one: file_end(about, one))
 
-    def finish(self) -> None:
-        """Wait until all is written, and say so."""
-        if self._writer is None:
-            return
-        self._writer.shutdown()
-        for task in self._tasks:
-            task.result()
-        if self._written:
-            logger.info(
-                "experts.keep_packed: %.1f GiB of packed experts are kept in %s",
-                self._written / GIB,
-                self.folder,
-            )
+    def finish(self, *, is_wanted: bool) -> None:
+        """Wait until all is written, and say so; see `KeptWriter.finish`."""
+        self._writer.finish(is_wanted=is_wanted)
 
-    def _keep(self, layer: str, key: dict[str, str], experts: RoutedExperts) -> None:
-        if self._failed.is_set():
-            return
-        try:
-            if not self._written:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                _remove_leftovers(self.folder)
-            self._written += _write(self.path(layer), key, experts)
-        except OSError as error:
-            # Without it the engine runs as well.
-            self._failed.set()
-            logger.warning(
-                "experts.keep_packed: the packed experts are not kept in %s: %s",
-                self.folder, _why(error),
-            )  # fmt: skip
+
+def _check_size(expected: int, place: torch.Tensor) -> None:
+    """Raise if a weight does not take the bytes that a description says.
+
+    Raises:
+        ValueError: it does not.
+
+    """
+    if len(place) != expected:
+        raise ValueError(f"a weight has {len(place)} bytes, expected {expected}")
 
 
 def _why(error: Exception) -> str:
     """Text of an error without the path, which is said beside it."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def _parts(*tensors: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Parts of what lies one behind the other in a file, with their places there."""
-    begin = 0
-    for tensor in tensors:
-        for at in range(0, len(tensor), PART):
-            yield begin + at, tensor[at : at + PART]
-        begin += len(tensor)
 
 
 def _read(
@@ -339,7 +338,7 @@ def _read(
     return hashlib.sha256(part.numpy()).hexdigest() == digest
 
 
-def _description(descriptor: int) -> tuple[dict[str, Any], int]:
+def description(descriptor: int) -> tuple[dict[str, Any], int]:
     """Description at the end of a file, and bytes before it.
 
     Raises:
@@ -347,7 +346,10 @@ def _description(descriptor: int) -> tuple[dict[str, Any], int]:
         OSError: it cannot be read.
 
     """
-    size = os.fstat(descriptor).st_size
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise _UnfitError("it is no file")
+    size = found.st_size
     tail = os.pread(descriptor, _TAIL, max(0, size - _TAIL))
     length = int.from_bytes(tail[:8], "little")
     if tail[-len(_MARK) :] != _MARK or length > min(size - _TAIL, _MOST_DESCRIPTION):
@@ -360,16 +362,8 @@ def _description(descriptor: int) -> tuple[dict[str, Any], int]:
     return about, begin
 
 
-def _write(path: Path, key: Mapping[str, str], experts: RoutedExperts) -> int:
-    """Write a file under another name, and give it its own once it is on the disk.
-
-    Returns:
-        Bytes of it.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of it.
-
-    """
+def _about(key: Mapping[str, str], experts: RoutedExperts) -> tuple[dict[str, Any], torch.Tensor]:
+    """Description of a layer without digests, and what belongs to weights beside their rows."""
     room, beside, weights = experts.room, bytearray(), []
     for expert in experts.weights:
         pair = []
@@ -381,57 +375,14 @@ def _write(path: Path, key: Mapping[str, str], experts: RoutedExperts) -> int:
                 "facts": weight.facts, "beside": len(more),
             })  # fmt: skip
         weights.append(pair)
-    halves = room.half(0), room.half(1)
-    end = len(halves[0]) + len(halves[1]) + len(beside)
     about = {
-        "key": key, "halves": [len(half) for half in halves], "beside": len(beside),
+        "key": key, "halves": [len(room.half(half)) for half in (0, 1)], "beside": len(beside),
         "weights": weights,
     }  # fmt: skip
-    other = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        # A disk that has not this much room says so here.
-        os.posix_fallocate(descriptor, 0, end)
-        more = torch.frombuffer(beside + b" ", dtype=torch.uint8)[:-1]
-        all_parts = _parts(*halves, more)
-        with ThreadPoolExecutor(WRITERS) as pool:
-            digests = list(pool.map(lambda part: _put(descriptor, *part), all_parts))
-        text = json.dumps({**about, "digests": digests}).encode()
-        tail = len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + _MARK
-        _write_fully(descriptor, memoryview(text + tail), end)
-        os.fsync(descriptor)
-        os.replace(other, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            other.unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return end + len(text) + len(tail)
+    return about, torch.frombuffer(beside + b" ", dtype=torch.uint8)[:-1]
 
 
-def _put(descriptor: int, begin: int, part: torch.Tensor) -> str:
-    """Write a part, and give its digest."""
-    content = part.numpy()
-    _write_fully(descriptor, memoryview(content), begin)
-    return hashlib.sha256(content).hexdigest()
-
-
-def _write_fully(descriptor: int, view: memoryview, begin: int) -> None:
-    while view:
-        written = os.pwrite(descriptor, view, begin)
-        view, begin = view[written:], begin + written
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what processes that are gone have begun to write."""
-    for path in folder.glob(f"*{ENDING}.*.tmp"):
-        process = path.suffixes[-2][1:]
-        if process.isdigit() and not Path("/proc", process).exists():
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+def file_end(about: Mapping[str, Any], digests: list[str]) -> bytes:
+    """Description at the end of a file, and what tells where it begins."""
+    text = json.dumps({**about, "digests": digests}).encode()
+    return text + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + _MARK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 from pathlib import Path
@@ -14,111 +13,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from safetensors.torch import save_file  # noqa: E402
+from kept_case import FORMS, LAYERS, Case, stale, warnings  # noqa: E402
+from native_module import native as NATIVE  # noqa: E402, N812
 
-from placement.model.expert_tensors import ExpertTensors  # noqa: E402
-from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.distributed import expert_memory  # noqa: E402
-from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.worker import expert_files, kept_experts  # noqa: E402
-from ray_hetero.worker.expert_rows import Share  # noqa: E402
-from ray_hetero.world import ExpertSource  # noqa: E402
+from ray_hetero.worker import expert_files, kept_experts, kept_writer  # noqa: E402
 
 if expert_memory._native is None:
     pytest.skip("needs the native module", allow_module_level=True)
-from native_module import native as NATIVE  # noqa: E402, N812
-
-LAYERS, EXPERTS, HIDDEN, INNER = 2, 4, 64, 64
-FORMS = {
-    "bf16": ("Qwen3MoeForCausalLM", None),
-    "fp8": ("Qwen3MoeForCausalLM", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
-    "mxfp4": ("GptOssForCausalLM", {"quant_method": "mxfp4"}),
-    "together": ("GptOssForCausalLM", None),
-}  # fmt: skip
-
-
-def tensors_of(form: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    found = {}
-
-    def codes(*shape: int) -> Any:
-        return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}.mlp.experts"
-        sizes = {"gate_up_proj": (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-        if form in ("mxfp4", "together"):
-            for name, (outputs, inputs) in sizes.items():
-                one = f"{at}.{name}"
-                found[f"{one}_bias"] = torch.randn(EXPERTS, outputs).bfloat16()
-                if form == "together":
-                    found[one] = torch.randn(EXPERTS, inputs, outputs).bfloat16()
-                    continue
-                found[f"{one}_blocks"] = codes(EXPERTS, outputs, inputs // 32, 16)
-                found[f"{one}_scales"] = codes(EXPERTS, outputs, inputs // 32) % 16 + 118
-            continue
-        for expert in range(EXPERTS):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                weight = f"{at}.{expert}.{name}.weight"
-                found[weight] = torch.randn(HIDDEN, INNER).bfloat16()
-                if form == "fp8":
-                    found[weight] = found[weight].to(torch.float8_e4m3fn)
-                    found[f"{weight}_scale_inv"] = torch.rand(2, 2)
-    return found
-
-
-class Case:
-    """A checkpoint and a folder for its packed experts."""
-
-    def __init__(self, path: Path, form: str = "bf16") -> None:
-        self.model, self.folder, self.form = path / "model", path / "kept", form
-        self.model.mkdir()
-        save_file(tensors_of(form), self.model / "model.safetensors")
-        (self.model / "config.json").write_text(json.dumps({"model_type": form}))
-
-    def load(
-        self, *, ranks: int = 1, number: int = 0, level: int = -1, compact: bool = False,
-        kept: bool = True,
-    ) -> list[Any]:  # fmt: skip
-        """Bytes of all that is held."""
-        architecture, settings = FORMS[self.form]
-        said = {"num_experts_per_tok": 2, "hidden_act": "silu", "quantization_config": settings}
-        tensors = ExpertTensors.of(architecture, said)
-        assert tensors is not None
-        config = HeteroConfig.model_validate(
-            {
-                "cpu": {"compact_weights": compact},
-                "experts": {
-                    "prefill_on_gpu": False, "keep_packed": str(self.folder) if kept else "",
-                },
-            }
-        )  # fmt: skip
-        kernel = StreamingLinear(NATIVE, NATIVE.levels()[level])
-        source = ExpertSource(str(self.model), tensors, LAYERS)
-        held = expert_files.load_from_files(source, config, kernel, LAYERS, Share(number, ranks))
-        found = []
-        for name, layer in sorted(held.items()):
-            assert layer.experts is not None
-            x, ids = torch.ones(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 2]])
-            found.append((name, layer.experts(x, None, ids).float().tolist()))
-            for pair in layer.experts.weights:
-                found += [(type(one), one.shape, one.facts, one.data.tolist()) for one in pair]
-        return found
-
-    @property
-    def files(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*") if path.is_file())
 
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return Case(tmp_path)
-
-
-def warnings(log: pytest.LogCaptureFixture) -> list[str]:
-    found = [one.getMessage() for one in log.records if one.levelname == "WARNING"]
-    log.clear()
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -150,21 +57,12 @@ def test_each_slice_has_its_own(case: Case, caplog: pytest.LogCaptureFixture) ->
     assert [case.load(ranks=2, number=number) for number in range(2)] == both
     case.load()
     folders = {path.parent.name for path in case.files}
-    assert folders == {"slice-1-of-2", "slice-2-of-2", "slice-1-of-1"}
+    level = NATIVE.levels()[-1].name
+    assert folders == {f"slice-{one}-{level}" for one in ("1-of-2", "2-of-2", "1-of-1")}
     assert warnings(caplog) == []
 
 
-def stale(case: Case, caplog: pytest.LogCaptureFixture, **how: Any) -> str:
-    """Lines said once of files that do not fit; the experts are right, and kept again."""
-    assert case.load(**how) == case.load(kept=False, **how)
-    (said,) = warnings(caplog)
-    case.load(**how)
-    assert warnings(caplog) == []
-    assert said.startswith("experts.keep_packed: experts are packed again: ")
-    return said
-
-
-def test_other_checkpoint_level_format_slice_and_release(
+def test_other_checkpoint_format_slice_and_release(
     case: Case, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case.load()
@@ -172,11 +70,6 @@ def test_other_checkpoint_level_format_slice_and_release(
     later = file.stat().st_mtime_ns + 1_000_000_000
     os.utime(file, ns=(later, later))
     assert "it is of another checkpoint" in stale(case, caplog)
-    levels = [level.name for level in NATIVE.levels()]
-    said = stale(case, caplog, level=0)
-    assert f"it is of another level ({levels[-1]}, expected {levels[0]})" in said
-    case.load()
-    caplog.clear()
     assert "another format (packed, expected compact)" in stale(case, caplog, compact=True)
     monkeypatch.setattr(kept_experts, "installed_version", lambda _: "7.0")
     said = stale(case, caplog, compact=True)
@@ -220,7 +113,7 @@ def test_a_description_that_belongs_to_other_bytes(
     case.load()
     path = case.files[0]
     content = path.read_bytes()
-    about, data = kept_experts._description(os.open(path, os.O_RDONLY))
+    about, data = kept_experts.description(os.open(path, os.O_RDONLY))
     assert about["halves"][0] + about["halves"][1] + about["beside"] == data
     path.write_bytes(content[:64] + content)
     assert f"it has {data + 64} bytes of weights, expected {data}" in stale(case, caplog)
@@ -236,8 +129,8 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(
         patched.setattr(os, "posix_fallocate", full)
         assert case.load() == case.load(kept=False)
     (said,) = warnings(caplog)
-    assert said.endswith("the packed experts are not kept in " + said.split(" in ")[1])
-    assert "slice-1-of-1: No space left on device" in said
+    assert "the packed experts are not kept in " in said
+    assert said.endswith(": No space left on device")
     assert case.files == []
 
     def late(descriptor: int, view: memoryview, begin: int) -> int:
@@ -263,14 +156,22 @@ def test_a_folder_that_cannot_be_written(case: Case, caplog: pytest.LogCaptureFi
 
 def test_leftovers_of_processes_that_are_gone(case: Case) -> None:
     case.load()
-    gone, running = (
-        case.files[0].with_name(f"x.packed.{process}.tmp") for process in (2**31 - 1, os.getpid())
-    )
-    for path in (gone, running):
+    host = kept_writer.host_id()
+    gone, running, foreign, old = (
+        case.files[0].with_name(f"x.packed.{name}.tmp")
+        for name in (
+            f"{host}-{2**31 - 1}-1a", f"{host}-{os.getpid()}-1a", f"00000000-{2**31 - 1}-1a",
+            f"00000000-{os.getpid()}-1a",
+        )
+    )  # fmt: skip
+    for path in (gone, running, foreign, old):
         path.write_text("half a file")
+    long_ago = old.stat().st_mtime - 2 * kept_writer.LEFT_S
+    os.utime(old, (long_ago, long_ago))
     case.files[0].unlink()
     case.load()
-    assert (gone.exists(), running.exists()) == (False, True)
+    # Another host's process may still write.
+    assert [path.exists() for path in (gone, running, foreign, old)] == [False, True, True, False]
     assert math.prod(path.stat().st_size for path in case.files) > 0
 
 
