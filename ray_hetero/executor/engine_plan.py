@@ -286,14 +286,9 @@ class EnginePlanner:
         if asked is None:
             return
         scheduler = self._vllm_config.scheduler_config
-        limit, requests = scheduler.max_num_scheduled_tokens, scheduler.max_num_seqs
-        if limit < requests:
-            # Of more requests that have begun in one long step, some would never decode.
-            raise ConfigError(
-                f"experts.prefill_step_tokens: steps beside requests that decode have up to "
-                f"{limit} tokens (--max-num-batched-tokens), fewer than requests may run at once "
-                f"({requests}). Type: --max-num-seqs {limit}"
-            )
+        limit = scheduler.max_num_scheduled_tokens
+        if conflict := long_prompts.steps_conflict(self._vllm_config):
+            raise ConfigError(f"experts.prefill_step_tokens: {conflict}")
         if not world.experts:
             why = "no rank of this engine holds experts for others"
         elif not long_prompts.schedule_long_prompts(self._vllm_config):

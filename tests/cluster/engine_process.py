@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 
 LEFT: list[LLM] = []
 """Engines that nobody shuts down."""
@@ -64,17 +66,26 @@ def _has_prompts_ahead(worker: Any) -> bool:
 
 
 def _each_by_itself(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Requests with parameters of their own, all at once; some are aborted behind a token."""
+    """Requests with parameters of their own, all at once; some are aborted behind a token or step,
+    whatever has been computed of them by then.
+    """
     steps = engine.llm_engine
     for number, one in enumerate(requests):
         given = dict(one["sampling"])
         if "logit_bias" in given:
             # JSON has no numbers as keys.
             given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
-        sampling = SamplingParams(**given, detokenize=False)
-        steps.add_request(str(number), {"prompt_token_ids": one["prompt"]}, sampling)
-    found: dict[str, dict[str, Any]] = {}
-    while steps.has_unfinished_requests():
+        if "choices" in one:
+            given["structured_outputs"] = StructuredOutputsParams(choice=one["choices"])
+        sampling = SamplingParams(**given, detokenize="choices" in one)
+        prompt = {"prompt_token_ids": one["prompt"]}
+        steps.add_request(str(number), prompt, sampling, priority=one.get("priority", 0))
+    found = {str(number): {"tokens": [[]], "reason": None} for number in range(len(requests))}
+    for taken in itertools.count():
+        leaving = [at for at, one in enumerate(requests) if one.get("leave_at_step") == taken]
+        steps.abort_request([str(number) for number in leaving])
+        if not steps.has_unfinished_requests():
+            break
         for output in steps.step():
             (sample,) = output.outputs
             tokens, reason = list(sample.token_ids), sample.finish_reason

@@ -46,6 +46,7 @@ ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "benchmarks" / "train_mixture.py"
 LICENCE = ROOT / "LICENSE"
 PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1"}
+LONGER: Json = {"prefill_step_tokens": 512}
 ONE = [["gpu"]]
 LAYOUTS: dict[str, tuple[str, list[list[str]], Json, tuple[int, ...]]] = {
     "experts of some layers": ("qwen3_moe", ONE, {"ranks": 2, "layers": 2}, (2,)),
@@ -213,6 +214,7 @@ def test_a_connector_of_kv_blocks_works_beside_them(
     }
     # What has been computed is found by the connector only.
     given = {"enable_prefix_caching": False, "kv_transfer_config": connector, "block_size": 32}
+    short = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
     # It keeps whole blocks of a prompt.
     asked = [batch([(one * 100)[: 70 + at] for at, one in enumerate(prompts(8))])]
     (expected,), (first, again) = run_engines(
@@ -220,7 +222,7 @@ def test_a_connector_of_kv_blocks_works_beside_them(
         logs / "connector",
         [
             (engine(path, dtype="float32"), asked),
-            (arguments(path, ONE, {"ranks": 1}, **given), asked * 2),
+            (arguments(path, ONE, {"ranks": 1, **LONGER}, **given, **short), asked * 2),
         ],
         ray=RAY,
         extra=PRETENDED,
@@ -244,12 +246,14 @@ def test_a_model_that_reads_images_answers_what_stock_does(
     others = [None if seed is None else 100 + seed for seed in seeds]
     asked = [batch(given) | {"images": of_each} for of_each in (seeds, others)]
     common = {"skip_tokenizer_init": False, "max_num_batched_tokens": 512}
+    # Fewer tokens beside requests that decode than an image has.
+    longer = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "disable_chunked_mm_input": True}
     expected, ours = run_engines(
         scene,
         logs / "images",
         [
             (engine(path, dtype="float32", **common), asked),
-            (arguments(path, ONE, {"ranks": 2}, **common), asked),
+            (arguments(path, ONE, {"ranks": 2, **LONGER}, **common | longer), asked),
         ],
         ray=RAY,
         extra=PRETENDED | IN_THIS_PROCESS,
@@ -274,6 +278,7 @@ def test_adapters_of_attention_work_beside_them(
     merged = write_merged(path, adapter, tmp_path / "merged")
     # Tokens without an adapter get what is in the last slot of vLLM's; here nothing ever is.
     given = {"enable_lora": True, "max_loras": 4, "lora_target_modules": list(modules)}
+    short = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
     asked = batch(prompts(9))
     of_each = [str(adapter) if place % 2 else None for place in range(9)]
     (plain,), (adapted,), (without, mixed) = run_engines(
@@ -282,7 +287,10 @@ def test_adapters_of_attention_work_beside_them(
         [
             (engine(path, dtype="float32"), [asked]),
             (engine(merged, dtype="float32"), [asked]),
-            (arguments(path, ONE, {"ranks": 1}, **given), [asked, asked | {"adapters": of_each}]),
+            (
+                arguments(path, ONE, {"ranks": 1, **LONGER}, **given, **short),
+                [asked, asked | {"adapters": of_each}],
+            ),
         ],
         ray=RAY,
         extra=PRETENDED | IN_THIS_PROCESS,

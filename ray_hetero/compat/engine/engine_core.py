@@ -41,7 +41,7 @@ def gather_arrivals(vllm_config: VllmConfig) -> None:
     Uses: `EngineCoreProc._handle_client_request`, `EngineCoreProc.input_queue`,
     `EngineCoreProc.is_running`, `EngineCoreProc.engines_running`, `EngineCore.batch_queue`,
     `Scheduler.has_unfinished_requests`, `Scheduler.waiting`, `Scheduler.max_num_scheduled_tokens`,
-    `Request.num_tokens`.
+    `Scheduler.max_num_running_reqs`, `Request.num_tokens`.
     Why: an idle engine schedules the first request by itself, and those that come a moment later
     wait for its step. Where that step reads the weights over a GPU's link, it takes about as long
     for one request as for all of them.
@@ -71,10 +71,19 @@ def _computes(engine: EngineCoreProc) -> bool:
 
 
 def _take_what_comes(engine: EngineCoreProc) -> None:
+    """Do what clients send, until enough is there or nothing more comes.
+
+    No arrival is missed: a message that is taken is done, as vLLM's own loop does it, and what
+    comes behind the limit stays in the queue, which vLLM's loop empties before each step.  An
+    engine is slowed by a millisecond for a request that comes alone, and by `MOST_S` at most, once
+    for all that come while it is idle: one that computes never gets here.
+    """
     end, scheduler = time.monotonic() + MOST_S, engine.scheduler
+    # A step without requests that decode may be longer than others, see long_prompts.py.
+    most = getattr(scheduler, "idle_step_tokens", scheduler.max_num_scheduled_tokens)
     while engine.is_running() and (left := end - time.monotonic()) > 0:
         tokens = [request.num_tokens for request in scheduler.waiting]
-        if sum(tokens) >= scheduler.max_num_scheduled_tokens:
+        if sum(tokens) >= most or len(tokens) >= scheduler.max_num_running_reqs:
             return  # more would not begin in the next step
         try:
             quiet_s = QUIET_S if len(tokens) < 2 else SEVERAL_QUIET_S

@@ -65,6 +65,7 @@ class Scheduler:
     """What an engine's loop needs of one."""
 
     max_num_scheduled_tokens = STEP_TOKENS
+    max_num_running_reqs = 1000
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -176,6 +177,39 @@ def test_prompts_that_leave_room_wait_for_others(config: Any) -> None:
     engine.input_queue.put(*added(SimpleNamespace(num_tokens=STEP_TOKENS - 1)))
     engine._process_input_queue()
     assert engine.input_queue.limits == [QUIET_S]
+
+
+def test_long_steps_wait_for_what_they_have_room_for(config: Any) -> None:
+    """While no request decodes a step has more tokens than beside those that do."""
+    engine = engine_of(config)
+    engine.scheduler.idle_step_tokens = 4 * STEP_TOKENS
+    send(engine, added(*(SimpleNamespace(num_tokens=STEP_TOKENS) for _ in range(5))))
+    engine._process_input_queue()
+    assert len(engine.scheduler.requests) == 4
+    assert len(engine.input_queue.arrivals) == 1
+
+
+def test_no_more_are_waited_for_than_run_at_once(config: Any) -> None:
+    engine = engine_of(config)
+    engine.scheduler.max_num_running_reqs = 2
+    send(engine, added(*range(3)))
+    engine._process_input_queue()
+    assert len(engine.scheduler.requests) == 2
+
+
+@pytest.mark.parametrize("gap_s", [0.0, GAP_S, 2.5 * SEVERAL_QUIET_S, MOST_S])
+def test_no_arrival_is_missed(gap_s: float, engine: Any) -> None:
+    """Requests behind the limit stay in the queue, and are there before the next step."""
+    send(engine, added(*range(60)), gap_s)
+    begun: list[int] = []
+    while engine.input_queue.arrivals:
+        engine._process_input_queue()
+        assert len(engine.scheduler.requests) > 0
+        # A step, in which others may come.
+        begun += engine.scheduler.requests
+        engine.scheduler.requests = []
+        engine.input_queue.now += 0.05
+    assert begun == list(range(60))
 
 
 @pytest.mark.parametrize("busy", ["request", "batch", "other engines"])
