@@ -67,11 +67,9 @@ class RankWorker:
             self.failure = error
             raise
 
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """Run one step; what exchanges tensors learns its tokens first."""
+    def _begin_step(self, scheduler_output: Any, route: StepRoute) -> None:
+        """Tell all that takes part in a step, before it is ordered."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        counts, cpu_rank = scheduler_output.num_scheduled_tokens.values(), self._cpu_rank
-        route = StepRoute.of(counts, StepLimits()) if cpu_rank is None else cpu_rank.route(counts)
         if self._boundary is not None and tokens:
             self._boundary.begin_step(route)
         if self._over_host is not None and tokens:
@@ -81,9 +79,17 @@ class RankWorker:
             self.clock.totals.slot_copied = self._experts.copied
         if self._last_layer is not None:
             self._last_layer.begin_step(scheduler_output)
+        if self.late_tokens is not None:
+            self.late_tokens.begin_step(scheduler_output)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run one step; what exchanges tensors learns its tokens first."""
+        tokens = scheduler_output.total_num_scheduled_tokens
+        counts, cpu_rank = scheduler_output.num_scheduled_tokens.values(), self._cpu_rank
+        route = StepRoute.of(counts, StepLimits()) if cpu_rank is None else cpu_rank.route(counts)
         late = self.late_tokens
-        if late is not None:
-            late.begin_step(scheduler_output)
+        with self._step():
+            self._begin_step(scheduler_output, route)
         layer_tokens.take()
         start = self.clock.begin()
         with (

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from native_module import native, needs_native
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from ray_hetero.errors import AgreementError
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import Place, Reason, StepLimits, StepRoute
@@ -35,7 +36,7 @@ class Prefetched:
 
 
 def worker_with(
-    kernel: StreamingLinear | None, compute: Callable[[], object]
+    kernel: StreamingLinear | None, compute: Callable[[], object], experts: Any = None
 ) -> tuple[RankWorker, Prefetched]:
     """A rank's worker whose layers do this in each step."""
     rank, prefetched = CpuRank.__new__(CpuRank), Prefetched()
@@ -43,7 +44,7 @@ def worker_with(
     rank._layers = layers
     vllms = SimpleNamespace(execute_model=lambda scheduler_output: compute())
     context = RankContext(0, "cpu", kv_cache_bytes=None, ranks_on_memory=1)
-    return RankWorker(vllms, context, 0, None, cpu_rank=rank), prefetched
+    return RankWorker(vllms, context, 0, None, experts, cpu_rank=rank), prefetched
 
 
 def step(*counts: int) -> SchedulerOutput:
@@ -89,6 +90,19 @@ def test_a_step_that_fails_leaves_no_route_behind() -> None:
         worker.execute_model(step(1))
     assert kernel.route is None
     assert isinstance(worker.failure, RuntimeError)
+
+
+def test_an_error_before_the_first_layer_ends_the_rank_too() -> None:
+    """Other ranks would wait for one that has begun no step: its slots, for instance, are wrong."""
+
+    def wrong(tokens: int, every: int) -> None:
+        raise AgreementError("an expert rank wants expert 9 of layer 0 in slot 7")
+
+    experts = SimpleNamespace(begin_step=wrong, copied=0)
+    worker, _ = worker_with(StreamingLinear(native), lambda: pytest.fail("no step"), experts)
+    with pytest.raises(AgreementError, match="slot 7"):
+        worker.execute_model(step(1))
+    assert isinstance(worker.failure, AgreementError)
 
 
 def test_steps_of_vllms_own_kernels_have_no_reason() -> None:
