@@ -18,13 +18,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from kept_case import LAYERS, Case, stale, warnings  # noqa: E402
+from native_module import native as NATIVE  # noqa: E402, N812
 
-from ray_hetero.distributed import expert_memory  # noqa: E402
 from ray_hetero.worker import expert_files, kept_experts, kept_writer  # noqa: E402
 
-if expert_memory._native is None:
+if NATIVE is None:
     pytest.skip("needs the native module", allow_module_level=True)
-from native_module import native as NATIVE  # noqa: E402, N812
 
 
 @pytest.fixture
