@@ -32,8 +32,8 @@ from raw_figures import (
     step_ms,
 )
 
-from placement.plan.picture import FAINT, INK, KINDS, SOFT
-from placement.plan.svg import Svg
+from placement.plan.picture import KINDS
+from placement.plan.svg import FAINT, INK, SOFT, Svg
 
 ROOT = DOCS.parent
 PICTURE = DOCS / "performance.svg"
@@ -464,38 +464,39 @@ def kernels_compared() -> str:
 
 HEADS = {
     "README.md": (
-        "GPU and compute cores", "model, and what is outside the GPU",
-        "step of 1, 8, 32 sequences", "vLLM's prefetching", "vLLM's UVA",
-        ("8B, dense: 16 of 32 layers", "30B-A3B cut to 16 layers: the experts of 8"),
-        "{} cores (Xeon, AMX)",
+        "model and machine", "this project", "prefetch", "UVA",
+        ("**8B, dense,** 16 of 32 layers outside",
+         "**30B-A3B** cut to 16 layers, the experts of 8 outside"),
+        "{}, {} cores",
     ),
     "README.ko.md": (
-        "GPU와 계산 코어", "모델, GPU 밖에 둔 부분",
-        "시퀀스 1, 8, 32개의 스텝", "vLLM의 prefetch", "vLLM의 UVA",
-        ("8B, dense: 32개 레이어 중 16개", "16개 레이어로 줄인 30B-A3B: 그중 8개 레이어의 전문가"),
-        "코어 {}개 (Xeon, AMX)",
+        "모델과 머신", "이 프로젝트", "prefetch", "UVA",
+        ("**8B, dense**, 32개 레이어 중 16개가 GPU 밖",
+         "16개 레이어로 줄인 **30B-A3B**, 8개 레이어의 전문가가 GPU 밖"),
+        "{}, 코어 {}개",
     ),
 }  # fmt: skip
 
 
 def hosts(page: str) -> str:
-    """The one table of a README: hosts, shapes and decode steps."""
-    *head, (dense, mixture), cores = HEADS[page]
+    """The one table of a README: shapes, hosts and decode steps of 1, 8 and 32 sequences."""
+    *head, (dense, mixture), machine = HEADS[page]
 
-    def steps(name: str, contender: str, output: int = 32) -> str:
-        found = (step_ms(name, contender, batch, 128, output) for batch in (1, 8, 32))
-        return ", ".join(map(ms, found)) + " ms"
+    def steps(name: str, contender: str) -> str:
+        found = (step_ms(name, contender, batch, 128, 32) for batch in (1, 8, 32))
+        return " / ".join(map(ms, found))
+
+    def row(model: str, gpu: str, cores: int, *columns: str) -> tuple[str, ...]:
+        return (f"{model}; {machine.format(gpu, cores)}", f"**{columns[0]}**", *columns[1:])
 
     return table(
         tuple(str(one) for one in head),
         (
-            (f"H200, {cores.format(30)}", dense, f"**{steps(NEWEST, OURS)}**",
-             steps(NEWEST_PREFETCH, PREFETCH), steps(DAY_BEFORE, UVA)),
-            (f"H100, {cores.format(14)}", dense, f"**{steps(SMALL_HOST, OURS)}**",
-             steps(SMALL_HOST, PREFETCH), NONE),
-            (f"H200, {cores.format(24)}", mixture,
-             f"**{steps(EXPERTS_AND_UVA, EXPERT_RANKS)}**",
-             steps(EXPERTS_AND_UVA, PREFETCH), steps(EXPERTS_AND_UVA, UVA)),
+            row(dense, "H200", 30, steps(NEWEST, OURS), steps(NEWEST_PREFETCH, PREFETCH),
+                steps(DAY_BEFORE, UVA)),
+            row(dense, "H100", 14, steps(SMALL_HOST, OURS), steps(SMALL_HOST, PREFETCH), NONE),
+            row(mixture, "H200", 24, steps(EXPERTS_AND_UVA, EXPERT_RANKS),
+                steps(EXPERTS_AND_UVA, PREFETCH), steps(EXPERTS_AND_UVA, UVA)),
         ),
     )  # fmt: skip
 
@@ -535,7 +536,7 @@ def written(page: str, text: str) -> str:
     return text
 
 
-WIDTH, LEFT, ROW, BAR = 900, 250, 52, 17
+WIDTH, LEFT, ROW, BAR = 600, 20, 66, 17
 ON_ONE_DAY = (NEWEST, NEWEST_PREFETCH)
 IN_ONE_RUN = (PROMPTS, PROMPTS)
 FIGURES = (
@@ -552,29 +553,30 @@ FIGURES = (
 def picture() -> str:
     """Bars beside prefetching, in milliseconds: shorter is better."""
     drawn, y = Svg(WIDTH), 34.0
-    drawn.text(24, y, "Half of an 8B model (bf16) outside an H200 that may use 14 to 16 GiB", 17,
-               INK, bold=True)  # fmt: skip
-    drawn.text(24, y + 23, "milliseconds, shorter is better; 30 cores of a Xeon with AMX; "
-               "2026-11-23 (1 and 8 sequences) and 2026-11-28", 13, SOFT)  # fmt: skip
-    y += 50
+    drawn.text(LEFT, y, "Half of an 8B model (bf16) outside an H200", 19, INK, bold=True)
+    for line in ("milliseconds, shorter is better; the GPU may use 14 to 16 GiB,",
+                 "30 cores of a Xeon with AMX compute the rest; 2026-11-23 and 28"):  # fmt: skip
+        y += 22
+        drawn.text(LEFT, y, line, 15, SOFT)
+    y += 16
     values = []
     for text, take, (ours, theirs), batch, prompt in FIGURES:
         pair = (take(ours, OURS, batch, prompt), take(theirs, PREFETCH, batch, prompt))
         values.append((text, tuple(value or 0 for value in pair)))
     longest = max(value for _, pair in values for value in pair)
-    scale = (WIDTH - LEFT - 90) / longest
+    scale = (WIDTH - LEFT - 70) / longest
     for text, pair in values:
-        drawn.text_end(LEFT - 14, y + 25, text, 13.5, INK)
+        drawn.text(LEFT, y + 16, text, 15, INK)
         for place, (value, colour) in enumerate(zip(pair, (KINDS["cpu"], FAINT), strict=True)):
-            top = y + 3 + place * (BAR + 2)
+            top = y + 22 + place * (BAR + 2)
             drawn.box(LEFT, top, value * scale, BAR, colour, radius=2)
-            drawn.text(LEFT + value * scale + 7, top + 13, ms(value), 12.5, INK, bold=place == 0)
+            drawn.text(LEFT + value * scale + 7, top + 14, ms(value), 15, INK, bold=place == 0)
         y += ROW
-    y += 14
-    for x, colour, text in ((LEFT, KINDS["cpu"], "this project: a CPU socket computes the layers"),
-                            (LEFT + 330, FAINT, "vLLM, prefetching them over PCIe")):  # fmt: skip
-        drawn.box(x, y - 10, 12, 12, colour, radius=2)
-        drawn.text(x + 18, y, text, 12.5, SOFT)
+    for colour, text in ((KINDS["cpu"], "this project: a CPU socket computes the layers"),
+                         (FAINT, "vLLM, prefetching them over PCIe")):  # fmt: skip
+        y += 24
+        drawn.box(LEFT, y - 12, 13, 13, colour, radius=2)
+        drawn.text(LEFT + 22, y, text, 15, SOFT)
     return drawn.render(int(y) + 18)
 
 

@@ -141,16 +141,16 @@ def _remote_experts(
 def _layer_on_rank(
     shape: ModelShape, layer: Layer, figures: DeviceFigures, size: int, run: Pass
 ) -> Step:
-    weights = _read(shape, layer.tensors, size, run, figures) / figures.read_bandwidth
+    weights = _read(shape, layer.tensors, size, run, figures) / figures.reached_bandwidth
     known = _row_costs(figures, run)
     measured = () if known is None else tuple(t for t in layer.tensors if t.is_16_bit_matrix)
     others = tuple(tensor for tensor in layer.tensors if tensor not in measured)
     flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in others)
     kv = 0.0
     if layer.kv is not None:
-        kv = run.sequences * layer.kv.rank_read(size, run.context) / figures.read_bandwidth
+        kv = run.sequences * layer.kv.rank_read(size, run.context) / figures.reached_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
-    read = _read(shape, others, size, run, figures) / figures.read_bandwidth
+    read = _read(shape, others, size, run, figures) / figures.reached_bandwidth
     compute = max(0.0, flops / figures.compute - read - kv)
     if figures.kind == "cpu":
         # Half of an 8B model on a socket takes 39.4 ms for one token, 41.9 for 8 and 50.7 for 32
@@ -160,7 +160,7 @@ def _layer_on_rank(
     if known is not None:
         compute += sum(
             _read(shape, (tensor,), size, run, figures)
-            / figures.read_bandwidth
+            / figures.reached_bandwidth
             * (known.of(_rows(shape, tensor, run)) - 1)
             for tensor in measured
         )
@@ -238,7 +238,7 @@ def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
 
 def _output_on_rank(shape: ModelShape, figures: DeviceFigures, size: int, run: Pass) -> float:
     matrix = shape.output_matrix
-    reading = _read(shape, matrix, size, run, figures) / figures.read_bandwidth
+    reading = _read(shape, matrix, size, run, figures) / figures.reached_bandwidth
     known = _row_costs(figures, run)
     if known is not None and all(tensor.is_16_bit_matrix for tensor in matrix):
         return reading * known.of(run.outputs)

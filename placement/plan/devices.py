@@ -45,10 +45,17 @@ class DeviceFigures:
     then takes its latency or its reads, whichever is longer, not both."""
     read_share: float = 1.0
     """Share of the bytes of 16-bit matrices that a step reads: below 1 where they are compact."""
+    reached_share: float = 1.0
+    """Share of `read_bandwidth` at which a decode step reads weights while it multiplies them."""
     row_costs: RowCosts | None = None
     """Cost to a socket of a decode step of several rows; None where its operations tell."""
     adds_within_step: bool = False
     """Whether a decode step is one native call, in which the ranks of a group add up too."""
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second at which a decode step reads weights, keys and values."""
+        return self.read_bandwidth * self.reached_share
 
 
 @dataclass(frozen=True)

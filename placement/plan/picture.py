@@ -13,7 +13,7 @@ from placement.plan import svg
 from placement.plan.devices import RankDevice
 from placement.plan.plan import Plan
 from placement.plan.stage_plan import ExpertPlan, RankPlan, Split, StagePlan
-from placement.plan.svg import Svg
+from placement.plan.svg import FAINT, INK, LINE, PANEL, PAPER, SOFT, Svg
 from placement.units import GB, GIB
 from placement.words import plural
 
@@ -30,9 +30,6 @@ MOST_NODES = 8
 CELLS_IN_ROW = 24
 CELL = 9
 
-INK, SOFT, FAINT, LINE, PAPER, PANEL = (
-    "#1d2733", "#5b6876", "#8d98a5", "#d5dce4", "#ffffff", "#f5f7fa",
-)  # fmt: skip
 KINDS: dict[Kind, str] = {"cpu": "#2f6fb0", "gpu": "#c46f16"}
 """Colours of CPU sockets and of GPUs, those of docs/architecture.svg as well."""
 MEMORY = {

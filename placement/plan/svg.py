@@ -1,10 +1,23 @@
-"""A few SVG shapes, and how wide a text will be."""
+"""A few SVG shapes in colours for a light and a dark page, and how wide a text will be."""
 
 from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
 FONT = "'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+
+INK, SOFT, FAINT, LINE, PAPER, PANEL = (
+    "#1d2733", "#5b6876", "#8d98a5", "#d5dce4", "#ffffff", "#f5f7fa",
+)  # fmt: skip
+DARK = {
+    f'text[fill="{INK}"]': "fill:#e7ecf2",
+    f'text[fill="{SOFT}"],text[fill="{FAINT}"]': "fill:#a9b4c0",
+    f'rect[fill="{PAPER}"]': "fill:#161b22",
+    f'rect[fill="{PANEL}"]': "fill:#1f2630",
+    f'rect[stroke="{LINE}"]': "stroke:#3a4450",
+}
+"""What these colours become where the reader's colours are dark, by selector.  Text in the colour
+of paper stands on coloured boxes, and stays as it is."""
 
 _NARROW = frozenset("iljtfrI.,:;'|!()[] ·")
 _WIDE = frozenset("mwMWGOQ@%&")
@@ -86,11 +99,13 @@ class Svg:
         )
 
     def render(self, height: int) -> str:
-        """The picture with a white background, as SVG text."""
+        """The picture with a background, as SVG text."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width} {height}" '
             f'width="{self._width}" height="{height}" font-family="{escape(FONT)}" '
             'role="img">'
         )
-        paper = f'<rect width="{self._width}" height="{height}" fill="#ffffff"/>'
-        return "\n".join([head, paper, *self._parts, "</svg>", ""])
+        rules = "".join(f"{selector}{{{rule}}}" for selector, rule in DARK.items())
+        style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
+        paper = f'<rect width="{self._width}" height="{height}" fill="{PAPER}"/>'
+        return "\n".join([head, style, paper, *self._parts, "</svg>", ""])

@@ -45,9 +45,14 @@ LATENCIES: dict[tuple[Kind, bool], Latency] = {
 """Compiled and eager; from decode steps of 8B- and 1B-shaped stages of 1 to 31 layers on an H200
 and 14 cores beside it (docs/gpu-host/2026-11-22-h200.md), what is left when weights are read at the
 measured bandwidth.  A CPU layer costs less where weights do not drive Python from the caches."""
-FUSED = Latency(0.45e-3, 1.5e-3)
-"""Latency of a CPU rank whose layers are one operator, compiled or not; from decode steps of half
-an 8B shape on 14 cores beside an H100 (docs/gpu-host/2026-11-22-h100-decode-step.md)."""
+FUSED = Latency(0.08e-3, 1.5e-3)
+"""Latency of a CPU rank whose layers are one operator, compiled or not: barriers, attention of one
+token, norms and activation, from marks in the kernels with 15 and 30 threads
+(docs/gpu-host/2026-11-28-one-gpu.md).  It does not grow with the layer."""
+FUSED_READING = 0.87
+"""Share of the probe's bandwidth at which these layers read; median of decode steps of half an 8B
+shape in three formats, beside an H100 or H200 (benchmarks/results/gpu-host, 22 to 27 November,
+steps without columns on the GPU).  By marks in the kernels it is 0.76 to 0.86."""
 EXPERT_LAYER = Latency(0.1e-3, 0.0)
 """Latency of an expert rank: what a call for a layer's experts takes beside its reads, from 128
 experts of 2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
@@ -254,6 +259,7 @@ def _socket_in_stage(
     figures = _with_latency(device.figures, latency)
     figures = replace(
         figures,
+        reached_share=FUSED_READING if is_fused else 1.0,
         read_share=read_share(config, host, is_bf16=facts.is_bf16),
         adds_within_step=is_fused and len(stage) > 1,
         row_costs=figures.row_costs or row_costs,
