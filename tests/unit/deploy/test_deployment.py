@@ -420,6 +420,25 @@ def test_an_upgrade_leads_requests_away_before_the_old_instance_stops(tmp_path: 
     done = subprocess.run([*upgrade, "chat-new"], env=given, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"expected PORT=number in {tmp_path}/chat-new.env" in done.stderr
+    for missing, expected in (
+        ([], "got 2 words"),
+        (["nobody"], f"expected {tmp_path}/nobody.env, as of chat"),
+    ):
+        done = subprocess.run([*upgrade, *missing], env=given, capture_output=True, text=True)
+        assert done.returncode != 0
+        assert expected in done.stderr
+
+
+def test_an_upgrade_of_a_backend_that_haproxy_does_not_know_stops_nothing(tmp_path: Path) -> None:
+    for program, does in (("socat", "echo No such backend."), ("systemctl", "exit 7")):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "new.env").write_text("PORT=8101\n")
+    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HETERO_ENV": str(tmp_path)}
+    upgrade = [str(PROXY / "upgrade.sh"), "chatt", "chat", "new"]
+    done = subprocess.run(upgrade, env=given, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "expected a backend chatt in haproxy.cfg" in done.stderr
 
 
 # systemd.
