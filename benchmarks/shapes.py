@@ -22,6 +22,9 @@ SHAPES: dict[str, dict[str, int]] = {
                  "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
                  "vocab_size": 512, "num_experts": 1, "num_experts_per_tok": 1,
                  "moe_intermediate_size": 64},
+    # SmolLM2-135M.
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+             "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152},
     # The shapes of TinyLlama 1.1B, Llama 3.2 1B and Llama 3 8B.
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
            "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
