@@ -11,13 +11,14 @@ INK, SOFT, FAINT, LINE, PAPER, PANEL = (
 )  # fmt: skip
 DARK = {
     f'text[fill="{INK}"]': "fill:#e7ecf2",
-    f'text[fill="{SOFT}"],text[fill="{FAINT}"]': "fill:#a9b4c0",
+    f'text[fill="{SOFT}"]': "fill:#a9b4c0",
+    f'text[fill="{FAINT}"]': "fill:#a9b4c0",
     f'rect[fill="{PAPER}"]': "fill:#161b22",
     f'rect[fill="{PANEL}"]': "fill:#1f2630",
     f'rect[stroke="{LINE}"]': "stroke:#3a4450",
 }
-"""What these colours become where the reader's colours are dark, by selector.  Text in the colour
-of paper stands on coloured boxes, and stays as it is."""
+"""Rules by selector for readers whose colours are dark.  Text in the colour of paper stands on
+coloured boxes, and stays as it is."""
 
 _NARROW = frozenset("iljtfrI.,:;'|!()[] ·")
 _WIDE = frozenset("mwMWGOQ@%&")
@@ -103,9 +104,10 @@ class Svg:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width} {height}" '
             f'width="{self._width}" height="{height}" font-family="{escape(FONT)}" '
-            'role="img">'
+            'role="img" class="ray-hetero">'
         )
-        rules = "".join(f"{selector}{{{rule}}}" for selector, rule in DARK.items())
+        # The class keeps the rules from other pictures of a notebook's page.
+        rules = "".join(f".ray-hetero {chosen}{{{rule}}}" for chosen, rule in DARK.items())
         style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
         paper = f'<rect width="{self._width}" height="{height}" fill="{PAPER}"/>'
         return "\n".join([head, style, paper, *self._parts, "</svg>", ""])

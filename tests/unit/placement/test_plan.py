@@ -124,9 +124,22 @@ def test_the_picture_shows_every_rank_and_all_its_layers(name: str) -> None:
         noun = "layer" if stage.layers == 1 else "layers"
         span = f"{noun} {last}" if stage.layers == 1 else f"{noun} {stage.first_layer} to {last}"
         assert texts.count(span) >= stage.devices.size
-    assert not [
-        part for part in root.iter() if part.tag not in (f"{SVG}svg", f"{SVG}rect", f"{SVG}text")
-    ]
+    drawn = {f"{SVG}{name}" for name in ("svg", "style", "rect", "text")}
+    assert not [part for part in root.iter() if part.tag not in drawn]
+
+
+def test_the_picture_has_dark_colours_that_change_no_other_one() -> None:
+    roots = [ElementTree.fromstring(plan_svg(plan)) for plan in PLANS.values()]  # noqa: S314
+    root = roots[0]
+    style = root.findtext(f"{SVG}style") or ""
+    query, _, rules = style.partition("{")
+    assert query == "@media (prefers-color-scheme: dark)"
+    selectors = re.findall(r"([^{}]+)\{[^{}]+\}", rules)
+    drawn = {part.get(key) for root in roots for part in root.iter() for key in ("fill", "stroke")}
+    for selector in selectors:
+        assert selector.startswith(f".{root.attrib['class']} ")
+        (colour,) = re.findall(r'="(#\w+)"', selector)
+        assert colour in drawn
 
 
 def colours_of_badges(root: ElementTree.Element, badge: str) -> set[str]:
