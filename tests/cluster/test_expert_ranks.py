@@ -214,7 +214,6 @@ def test_a_connector_of_kv_blocks_works_beside_them(
     }
     # What has been computed is found by the connector only.
     given = {"enable_prefix_caching": False, "kv_transfer_config": connector, "block_size": 32}
-    short = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
     # It keeps whole blocks of a prompt.
     asked = [batch([(one * 100)[: 70 + at] for at, one in enumerate(prompts(8))])]
     (expected,), (first, again) = run_engines(
@@ -222,7 +221,7 @@ def test_a_connector_of_kv_blocks_works_beside_them(
         logs / "connector",
         [
             (engine(path, dtype="float32"), asked),
-            (arguments(path, ONE, {"ranks": 1, **LONGER}, **given, **short), asked * 2),
+            (arguments(path, ONE, {"ranks": 1}, **given), asked * 2),
         ],
         ray=RAY,
         extra=PRETENDED,
