@@ -3,8 +3,8 @@
 The read bandwidth is here, what several rows cost is in `row_costs`, shares of decode steps are in
 ray_hetero/offload/decode/share_cache.py.  One file a host, in the
 user's cache directory: homes are often shared between the nodes of a cluster.  A figure is used
-again for a week: a measurement that something else disturbed is not kept for ever, and a machine
-may get other memory.
+again for a week: a machine may get other memory.  A figure that was measured beside other programs
+is too low; it serves while the host stays busy, and the first quiet start measures again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from typing import Any
 
 from placement.host.cpulist import format_cpulist
 from placement.host.native import read_bandwidth
+from placement.host.other_work import is_beside_others
 from placement.text_file import read_text
 
 KEPT_SECONDS = 7 * 24 * 3600.0
 PROBE_SECONDS = 0.2
+BESIDE_OTHERS = "beside_others"
+"""Key of an entry: whether other programs computed on the host while it was measured."""
 MEASURE_AGAIN = "RAY_HETERO_MEASURE_AGAIN"
 """Environment variable; with the value 1 no kept figure is used, and new ones take their place."""
 
@@ -45,6 +48,7 @@ def cached_bandwidth(
     *,
     directory: Path | None = None,
     probe: Callable[[Sequence[int]], float] = _probe,
+    is_busy: Callable[[], bool] = is_beside_others,
 ) -> float:
     """Bytes per second that these CPUs read together; measured where no fresh figure is kept.
 
@@ -53,6 +57,7 @@ def cached_bandwidth(
         cpu_model: the processor's name; another one makes the figure void.
         directory: where the files are; None is `cache_directory()`.
         probe: measures.
+        is_busy: whether other programs compute on this host.
 
     Raises:
         NativeError: it cannot be measured here.
@@ -61,12 +66,21 @@ def cached_bandwidth(
     path = figures_file(socket.gethostname(), directory)
     key = f"{cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}"
     kept = read_figures(path)
-    if (rate := _fresh(kept.get(key))) is not None:
-        return rate
+    known, entry = _fresh(kept.get(key)), kept.get(key)
+    if known is not None and not was_disturbed(entry):
+        return known
+    busy = is_busy()
+    if known is not None and busy:
+        return known
     rate = probe(cpus)
-    kept[key] = {"bytes_per_s": rate, "measured_at": time.time()}
+    kept[key] = {"bytes_per_s": rate, "measured_at": time.time(), BESIDE_OTHERS: busy}
     write_figures(path, kept)
     return rate
+
+
+def was_disturbed(entry: Any) -> bool:
+    """Whether an entry's figure was measured beside other programs."""
+    return isinstance(entry, dict) and entry.get(BESIDE_OTHERS) is True
 
 
 def _fresh(entry: Any) -> float | None:

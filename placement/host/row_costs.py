@@ -15,8 +15,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from placement.host.bandwidth_cache import figures_file, is_fresh, read_figures, write_figures
+from placement.host.bandwidth_cache import (
+    BESIDE_OTHERS,
+    figures_file,
+    is_fresh,
+    read_figures,
+    was_disturbed,
+    write_figures,
+)
 from placement.host.cpulist import format_cpulist
+from placement.host.other_work import is_beside_others
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Numbers of rows that are measured."""
@@ -62,6 +70,7 @@ def cached_row_costs(
     *,
     probe: Callable[[Sequence[int]], RowCosts],
     directory: Path | None = None,
+    is_busy: Callable[[], bool] = is_beside_others,
 ) -> RowCosts:
     """Costs on these CPUs; measured where no fresh figure is kept.
 
@@ -71,6 +80,8 @@ def cached_row_costs(
         kernel: what computes the products: instruction set, format of the weights, version.
         probe: measures.
         directory: where the files are; None is `cache_directory()`.
+        is_busy: whether other programs compute on this host; costs that were measured beside them
+            serve while it stays so.
 
     Raises:
         NativeError: it cannot be measured here.
@@ -78,11 +89,16 @@ def cached_row_costs(
     """
     path = figures_file(socket.gethostname(), directory)
     key = f"rows, {kernel}, {cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}"
-    if (known := _kept(read_figures(path).get(key))) is not None:
+    entry = read_figures(path).get(key)
+    known = _kept(entry)
+    if known is not None and not was_disturbed(entry):
+        return known
+    busy = is_busy()
+    if known is not None and busy:
         return known
     found = probe(cpus)
     # Measuring takes seconds, in which another process may have kept a figure.
-    entry = {"ratios": list(found.ratios), "measured_at": time.time()}
+    entry = {"ratios": list(found.ratios), "measured_at": time.time(), BESIDE_OTHERS: busy}
     write_figures(path, read_figures(path) | {key: entry})
     return found
 

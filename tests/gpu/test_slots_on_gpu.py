@@ -83,11 +83,17 @@ def test_steps_of_a_graph_are_right_whatever_slots_hold_meanwhile(kind: str, ran
         slots.begin_step(TOKENS)
         run()
         kept.append(tuple(one.clone() for one in found))
+    # Of each choice alone: sums of all steps are made of these.
+    of_choices = [
+        layer.expected(given[0], given[1] * one_hot, given[2])
+        for one_hot in torch.eye(given[1].shape[1])
+    ]
     held = set()
     for told, sums in kept:
         is_held = told.cpu() < -1
         assert torch.equal(told.cpu(), torch.where(is_held, -2 - given[2], given[2]))
-        assert_close(sums.cpu(), layer.expected(given[0], given[1] * is_held, given[2]))
+        expected = sum(one * is_held[:, [at]] for at, one in enumerate(of_choices))
+        assert_close(sums.cpu(), expected)
         held |= set(given[2][is_held].tolist())
     # Each of them has been there for a while.
     assert held == set(given[2].flatten().tolist())

@@ -121,7 +121,12 @@ def test_a_variable_has_all_figures_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = iter([1e9, 2e9, 3e9])
-    asked = lambda: cached_bandwidth((0,), "X", directory=tmp_path, probe=lambda _: next(rates))  # noqa: E731
+
+    def asked() -> float:
+        return cached_bandwidth(
+            (0,), "X", directory=tmp_path, probe=lambda _: next(rates), is_busy=lambda: False
+        )
+
     kept(tmp_path, PREFIX + "b").keep(SHARES)
     kept(tmp_path).keep(SHARES)
     asked()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from placement.cluster.assignment import Node, Seat, assign
 from placement.errors import NativeError
 from placement.host import bandwidth_cache
 from placement.host.bandwidth_cache import KEPT_SECONDS, cached_bandwidth
+from placement.host.other_work import is_beside_others
 from placement.host.sockets import sockets_of
 from placement.host.topology import Core, Host, NumaNode
 from placement.plan.parts import part_called
@@ -83,15 +86,82 @@ class Probe:
         return len(self.asked) * 1e9
 
 
+def quiet() -> bool:
+    return False
+
+
 def test_a_figure_is_measured_once(tmp_path: Path) -> None:
     probe = Probe()
-    again = [cached_bandwidth((0, 1), "X", directory=tmp_path, probe=probe) for _ in range(3)]
+    again = [
+        cached_bandwidth((0, 1), "X", directory=tmp_path, probe=probe, is_busy=quiet)
+        for _ in range(3)
+    ]
     assert again == [1e9, 1e9, 1e9]
-    assert cached_bandwidth((0, 2), "X", directory=tmp_path, probe=probe) == 2e9
-    assert cached_bandwidth((0, 1), "Y", directory=tmp_path, probe=probe) == 3e9
-    assert cached_bandwidth((0, 1), "X", directory=tmp_path, probe=probe) == 1e9
+    assert cached_bandwidth((0, 2), "X", directory=tmp_path, probe=probe, is_busy=quiet) == 2e9
+    assert cached_bandwidth((0, 1), "Y", directory=tmp_path, probe=probe, is_busy=quiet) == 3e9
+    assert cached_bandwidth((0, 1), "X", directory=tmp_path, probe=probe, is_busy=quiet) == 1e9
     assert probe.asked == [(0, 1), (0, 2), (0, 1)]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_figure_measured_beside_other_programs_serves_while_they_compute(tmp_path: Path) -> None:
+    probe, busy = Probe(), [True, True, False]
+
+    def rate() -> float:
+        return cached_bandwidth(
+            (0,), "X", directory=tmp_path, probe=probe, is_busy=lambda: busy.pop(0)
+        )
+
+    assert [rate(), rate()] == [1e9, 1e9]
+    # The host is quiet now, and nobody asks again.
+    assert [rate(), rate(), rate()] == [2e9, 2e9, 2e9]
+    assert busy == []
+
+
+@pytest.mark.parametrize(
+    ("cpus", "busy", "is_busy"),
+    [(2, 0, False), (2, 5, False), (2, 7, True), (16, 12, False), (16, 14, True),
+     (128, 60, False), (128, 80, True)],
+)  # fmt: skip
+def test_a_host_is_busy_beyond_a_share_of_its_cpus(
+    tmp_path: Path, cpus: int, busy: int, is_busy: bool
+) -> None:
+    stat = tmp_path / "stat"
+
+    def write(used: int) -> None:
+        ticks = [used, 0, 0, 10 * cpus - used, 50, 0, 0, 0, 0, 0]
+        lines = [f"cpu  {' '.join(map(str, ticks))}", *(f"cpu{one} 0" for one in range(cpus))]
+        stat.write_text("\n".join([*lines, "intr 1 2"]))
+
+    def nap(seconds: float) -> None:
+        assert seconds > 0
+        now = stat.read_text().splitlines()
+        ticks = [int(one) for one in now[0].split()[1:]]
+        ticks[0], ticks[3] = ticks[0] + busy, ticks[3] + 10 * cpus - busy
+        stat.write_text("\n".join([f"cpu  {' '.join(map(str, ticks))}", *now[1:]]))
+
+    write(3)
+    assert is_beside_others(stat=stat, sleep=nap) is is_busy
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cpu a b c d e\ncpu0", "cpu 1 2 3"])
+def test_a_host_that_does_not_tell_counts_as_quiet(tmp_path: Path, text: str) -> None:
+    (tmp_path / "stat").write_text(text)
+    assert not is_beside_others(stat=tmp_path / "stat", sleep=lambda _: None)
+    assert not is_beside_others(stat=tmp_path / "none", sleep=lambda _: None)
+
+
+def test_a_process_that_computes_makes_this_host_busy() -> None:
+    script = "while True: pass"
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", script]) for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        assert any(is_beside_others() for _ in range(50))
+    finally:
+        for one in spinning:
+            one.kill()
+            one.wait()
 
 
 def test_another_host_with_the_same_home_measures_itself(
@@ -100,16 +170,16 @@ def test_another_host_with_the_same_home_measures_itself(
     probe = Probe()
     for host in ("a", "b", "a"):
         monkeypatch.setattr(bandwidth_cache.socket, "gethostname", lambda name=host: name)
-        cached_bandwidth((0,), "X", directory=tmp_path, probe=probe)
+        cached_bandwidth((0,), "X", directory=tmp_path, probe=probe, is_busy=quiet)
     assert len(probe.asked) == 2
 
 
 def test_an_old_figure_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe()
-    cached_bandwidth((0,), "X", directory=tmp_path, probe=probe)
+    cached_bandwidth((0,), "X", directory=tmp_path, probe=probe, is_busy=quiet)
     later = time.time() + KEPT_SECONDS + 1
     monkeypatch.setattr(bandwidth_cache.time, "time", lambda: later)
-    assert cached_bandwidth((0,), "X", directory=tmp_path, probe=probe) == 2e9
+    assert cached_bandwidth((0,), "X", directory=tmp_path, probe=probe, is_busy=quiet) == 2e9
 
 
 @pytest.mark.parametrize(
@@ -119,10 +189,10 @@ def test_an_old_figure_is_measured_again(tmp_path: Path, monkeypatch: pytest.Mon
 )  # fmt: skip
 def test_a_damaged_file_is_replaced(tmp_path: Path, content: str | bytes) -> None:
     probe = Probe()
-    cached_bandwidth((0,), "X", directory=tmp_path, probe=probe)
+    cached_bandwidth((0,), "X", directory=tmp_path, probe=probe, is_busy=quiet)
     (file,) = tmp_path.iterdir()
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert cached_bandwidth((0,), "X", directory=tmp_path, probe=probe) == 2e9
+    assert cached_bandwidth((0,), "X", directory=tmp_path, probe=probe, is_busy=quiet) == 2e9
     assert json.loads(file.read_text())["X, CPUs 0"]["bytes_per_s"] == 2e9
 
 
@@ -130,7 +200,9 @@ def test_a_place_that_cannot_be_written_only_costs_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     probe = Probe()
     for _ in range(2):
-        cached_bandwidth((0,), "X", directory=tmp_path / "file" / "below", probe=probe)
+        cached_bandwidth(
+            (0,), "X", directory=tmp_path / "file" / "below", probe=probe, is_busy=quiet
+        )
     assert len(probe.asked) == 2
 
 

@@ -136,7 +136,9 @@ def test_costs_are_kept_beside_the_bandwidth_until_something_differs(tmp_path: P
     probe = Probe()
 
     def asked(cpus: tuple[int, ...], model: str | None, kernel: str) -> RowCosts:
-        return cached_row_costs(cpus, model, kernel, directory=tmp_path, probe=probe)
+        return cached_row_costs(
+            cpus, model, kernel, directory=tmp_path, probe=probe, is_busy=lambda: False
+        )
 
     assert [asked((0, 1), "X", "compact amx") for _ in range(3)] == [FLAT] * 3
     assert probe.calls == 1
