@@ -26,12 +26,19 @@ async def _run(request: dict[str, Any]) -> list[list[int]]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**request["engine"]))
     batch = request["batch"]
     try:
-        return await asyncio.gather(
-            *(
-                _tokens(engine, number, prompt, batch["sampling"])
-                for number, prompt in enumerate(batch["prompts"])
-            )
-        )
+        asked = [
+            asyncio.create_task(_tokens(engine, number, prompt, batch["sampling"]))
+            for number, prompt in enumerate(batch["prompts"])
+        ]
+        for after, leaving in enumerate(batch.get("leaving", [])):
+            # Later and later: while they wait, in the middle of a step, between two.
+            await asyncio.sleep(0.02 * after)
+            asked[leaving].cancel()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        return [[] if isinstance(one, asyncio.CancelledError) else one for one in found]
     finally:
         engine.shutdown()
 

@@ -1,18 +1,22 @@
 """Steps of more tokens while no request decodes (experts.prefill_step_tokens), beside all else.
 
-Requests leave, are preempted, have cached prefixes, priorities, drafts and grammars.  Images,
-adapters and connectors of KV blocks are in test_expert_ranks.
+Requests leave, are preempted, have cached prefixes, priorities, drafts and grammars.  Images
+and adapters are in test_expert_ranks; vLLM's example of a connector takes no prompts in chunks.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
 from any_request import any_request, seeds
 from engines import (
+    HERE,
     IN_THIS_PROCESS,
+    START_SECONDS,
     Json,
     Model,
     batch,
@@ -22,6 +26,7 @@ from engines import (
     metrics,
     prompts,
     run_engines,
+    start,
     tokens,
 )
 from leftovers import Scene
@@ -173,3 +178,32 @@ def test_there_were_preemptions_hits_and_drafts(answers: list[list[list[Json]]])
     assert total(little, "vllm:num_preemptions") > 0
     assert total(little, "vllm:prefix_cache_hits") > 0
     assert total(drafting, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_clients_leave_while_a_long_step_is_computed(
+    scene: Scene, logs: Path, model: Model
+) -> None:
+    """The engine's process hears of it whenever it does; the others get what they would have."""
+    path, folder = model("mixtral", "f32"), logs / "leaving"
+    given = [long_prompt(length)[shift:] for shift in range(4) for length in LONG]
+    asked = batch(given, max_tokens=8)
+    leaving = [1, 4, 5, 7, 9, 10, 13, 16, 19]
+    ours = engine(
+        path, dtype="float32", max_num_batched_tokens=LIMIT, max_num_seqs=12,
+        **hetero(
+            layout=[["gpu"]], experts={"ranks": 1, "prefill_step_tokens": ROOM},
+            cpu={"ranks_per_socket": 1},
+        ),
+    )  # fmt: skip
+    (expected,) = run_engines(scene, folder, [(engine(path, dtype="float32"), [asked])])
+    request, answer = folder / "left-request.json", folder / "left-answer.json"
+    request.write_text(json.dumps({"engine": ours, "batch": asked | {"leaving": leaving}}))
+    command = [sys.executable, str(HERE / "async_process.py"), str(request), str(answer)]
+    extra = PRETENDED | {"RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'}
+    child = start(scene, command, folder / "left-log", extra)
+    assert child.wait(2 * START_SECONDS) == 0, child.tail()
+    found = json.loads(answer.read_text())
+    stay = [number for number in range(len(given)) if number not in leaving]
+    assert [found[number] for number in stay] == [tokens(expected[0])[number] for number in stay]
+    # Some may have had all of their answer by then.
+    assert [found[number] for number in leaving].count([]) > 2
