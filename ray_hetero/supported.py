@@ -10,7 +10,7 @@ SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
 """Minor releases, oldest first, and the release of each that the contract tests compare with."""
 
 UNTRIED = ("0.33",)
-"""Supported minor releases with which engines have run on CPUs only."""
+"""Supported minor releases with which answers on GPUs have not been compared."""
 TRIED_VLLM = next(minor for minor in SUPPORTED_VLLM if minor not in UNTRIED)
 """Oldest supported minor release with which all tests have run, which messages recommend."""
 
@@ -31,7 +31,7 @@ def is_supported(vllm_version: str) -> bool:
 
 
 def is_untried(vllm_version: str) -> bool:
-    """Whether engines have run with that supported release on CPUs only."""
+    """Whether answers on GPUs have not been compared with that supported release."""
     return _minor(vllm_version) in map(_minor, UNTRIED)
 
 

@@ -118,10 +118,10 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
 
 
 def _say_if_untried() -> None:
-    """Warn of a supported vLLM with which no engine has run on GPUs."""
+    """Warn of a supported vLLM whose answers on GPUs have not been compared."""
     if is_untried(release := installed_vllm()):
         logger.warning(
-            "vLLM %s: engines of ray_hetero have run with it on CPUs only. Compare its answers, "
+            "vLLM %s: answers on GPUs have not been compared with it yet. Compare yours, "
             "or type: pip install 'vllm==%s.*'",
             release, TRIED_VLLM,
         )  # fmt: skip

