@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 from page_blocks import DOCS, table
-from write_which_model_page import machine_of, where
+from write_which_model_page import NO_BREAK, machine_of, where
 
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
@@ -31,7 +31,6 @@ from placement.errors import PlacementError  # noqa: E402
 from placement.model.reading import shape_from_config  # noqa: E402
 from placement.model.shape import ModelShape  # noqa: E402
 from placement.units import GIB  # noqa: E402
-from placement.words import duration  # noqa: E402
 from ray_hetero.cli.serving.parsers import REASONING, TOOLS, parser_options  # noqa: E402
 from ray_hetero.compat.models.fused_architectures import family_of  # noqa: E402
 from ray_hetero.config import HeteroConfig  # noqa: E402
@@ -213,9 +212,10 @@ def row_of(name: str, machine: str, first: str) -> tuple[str, ...]:
     speeds = [_speed(prices[users].tokens_per_s) for users in USERS if users in prices]
     context = f"{context_of(name, machine):,}"
     room = f"{prices[1].room:,.1f}"
-    return (
-        first, where(found), context, " / ".join(speeds), duration(prices[1].first_token_s), room
-    )  # fmt: skip
+    first_token = prices[1].first_token_s
+    seconds = f"{first_token:,.1f}" if first_token >= 1 else f"{first_token:.2f}"
+    layout = where(found).replace(f",{NO_BREAK}", ", ")
+    return (first, f"{NO_BREAK}/{NO_BREAK}".join(speeds), seconds, layout, context, room)
 
 
 def _speed(tokens_per_s: float) -> str:
@@ -225,7 +225,7 @@ def _speed(tokens_per_s: float) -> str:
 CONTEXT = 4096
 """Tokens of each user's sequence, for which plans are priced."""
 HEAD = (
-    "layout", "`--max-model-len`", "tokens/s of each user at 1 / 4 / 16", "first token, one user",
+    "tokens/s each, 1 / 4 / 16 users", "first token, s", "layout", "`--max-model-len`",
     f"sequences of {CONTEXT:,} tokens that fit"
 )  # fmt: skip
 
@@ -324,7 +324,8 @@ def overview() -> str:
         "per second are predicted for one user.",
         "Users share little of a step: in a mixture, each user's token reads "
         "experts of its own, so the tokens per second of all users together grow slowly, and those "
-        "of each user fall. The third column shows it for 1, 4 and 16 users.",
+        "of each user fall. The second column shows it for 1, 4 and 16 users, the third one the "
+        f"first token of one user after a prompt of {CONTEXT:,} tokens.",
         *blocks,
     ]
     return "\n\n".join(parts) + "\n"

@@ -92,8 +92,9 @@ def test_readme_and_faq_say_what_the_recipe_predicts() -> None:
         next(row for row in rows if row.startswith(f"| {tool.MACHINES[machine]} "))
         for machine in ("eight-h100-two-8480", "h100-two-8480")
     )
-    best = re.findall(r"\| ([\d.]+) / ", many)[0]
-    alone, of_four, of_sixteen = re.findall(r"\| ([\d.]+) / ([\d.]+) / ([\d.]+) \|", one)[0]
+    best = re.findall(r"\| ([\d.]+)\s/\s", many)[0]
+    three = r"\| ([\d.]+)\s/\s([\d.]+)\s/\s([\d.]+) \|"
+    alone, of_four, of_sixteen = re.findall(three, one)[0]
     said = {
         "README.md": (
             f"give one user {best} tokens per second on that server and {alone} on a single H100",
