@@ -51,7 +51,7 @@ def by_name(cls: Any) -> str:
     return str(cls.__name__)
 
 
-@pytest.mark.parametrize("cls", classes(llama.LAYERS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(llama.Llama.names), ids=by_name)
 def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> None:
     layer = SimpleNamespace(
         input_layernorm=lambda x, residual: (f"norm({x})", f"{residual}+{x}"),
@@ -65,7 +65,7 @@ def test_a_layer_adds_its_residual_in_its_norms_and_nowhere_else(cls: Any) -> No
     assert found == (f"mlp(second({attended}))", f"r+h+{attended}")
 
 
-@pytest.mark.parametrize("cls", classes(llama.MLPS), ids=by_name)
+@pytest.mark.parametrize("cls", classes(llama.Llama.parts["mlp"]), ids=by_name)
 def test_an_mlp_is_two_products_with_the_activation_between(cls: Any) -> None:
     mlp = SimpleNamespace(
         gate_up_proj=lambda x: (f"gate_up({x})", None),

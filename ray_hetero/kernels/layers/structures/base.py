@@ -1,11 +1,12 @@
-"""Protocol of a family of decoder layers that are computed as one operator."""
+"""Base of the families of decoder layers that are computed as one operator."""
 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from ray_hetero.compat.models.decoder_classes import has_forward_of
 
@@ -65,20 +66,32 @@ class LayerModules:
         return own if self.mlp is not None else (*own, self.gate_up, self.down)
 
 
-class Structure(Protocol):
+class Structure(ABC):
     """A family of decoder models whose layers have the same parts in the same order."""
 
-    layers: str
+    models: ClassVar[tuple[str, ...]]
+    """Classes of models that hand on to a layer what the one before it gave, only."""
+    names: ClassVar[tuple[str, ...]]
+    """Classes of the layers."""
+    parts: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Classes of a layer's parts, by attribute of the layer."""
+    layers: ClassVar[str] = "layers"
     """Attribute of a model that holds its layers; those of this stage are from `start_layer` to
     `end_layer`."""
-    calls: Calls
+    calls: ClassVar[Calls]
     """Form in which a model calls its layers."""
 
     def is_model(self, model: Any) -> bool:
-        """Whether a model of vLLM's hands on to a layer what the one before it gave, only."""
+        """Whether a model of vLLM's is one of this family."""
+        return has_forward_of(model, *self.models)
 
     def modules(self, layer: Any) -> LayerModules | None:
         """The modules of a layer; None if its classes compute something else."""
+        return self._modules(layer) if is_made_of(layer, self.names, self.parts) else None
+
+    @abstractmethod
+    def _modules(self, layer: Any) -> LayerModules | None:
+        """The modules of a layer of the known classes; None for a variant that is not known."""
 
 
 def is_made_of(layer: Any, names: tuple[str, ...], parts: Mapping[str, tuple[str, ...]]) -> bool:

@@ -5,37 +5,32 @@ The attention, and the norm before the experts, are computed as one operator a l
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from ray_hetero.compat.models.decoder_classes import has_forward_of
 from ray_hetero.kernels.layers.structures.base import (
     Calls,
     LayerModules,
-    is_made_of,
+    Structure,
     named_as_llamas,
 )
 
-MODELS = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Glm4MoeModel")
-LAYERS = (
-    "MixtralDecoderLayer", "Qwen2MoeDecoderLayer", "Qwen3MoeDecoderLayer", "Glm4MoeDecoderLayer",
-)  # fmt: skip
-ATTENTIONS = ("MixtralAttention", "Qwen2MoeAttention", "Qwen3MoeAttention", "Glm4MoeAttention")
 
-
-class Experts:
+class Experts(Structure):
     """The structure of the layers of Mixtral, of Qwen's mixtures and of GLM-4.5."""
 
-    layers = "layers"
+    models = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Glm4MoeModel")
+    names = (
+        "MixtralDecoderLayer", "Qwen2MoeDecoderLayer", "Qwen3MoeDecoderLayer",
+        "Glm4MoeDecoderLayer",
+    )  # fmt: skip
+    parts: ClassVar = {
+        "self_attn": (
+            "MixtralAttention", "Qwen2MoeAttention", "Qwen3MoeAttention", "Glm4MoeAttention",
+        )
+    }  # fmt: skip
     calls = Calls.RESIDUAL
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, *MODELS)
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        if not is_made_of(layer, LAYERS, {"self_attn": ATTENTIONS}):
-            return None
+    def _modules(self, layer: Any) -> LayerModules | None:
         attention = layer.self_attn
         if getattr(attention, "dual_chunk_attention_config", None):
             return None
@@ -43,18 +38,13 @@ class Experts:
         return named_as_llamas(layer, attention, rotary=attention.rotary_emb, mlp=mlp)
 
 
-class GptOss:
+class GptOss(Structure):
     """The structure of the layers of gpt-oss, whose attention has sinks."""
 
-    layers = "layers"
+    models = ("GptOssModel",)
+    names = ("TransformerBlock",)
+    parts: ClassVar = {"attn": ("OAIAttention",)}
     calls = Calls.HIDDEN_FIRST
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, "GptOssModel")
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        if not is_made_of(layer, ("TransformerBlock",), {"attn": ("OAIAttention",)}):
-            return None
+    def _modules(self, layer: Any) -> LayerModules:
         return named_as_llamas(layer, layer.attn, rotary=layer.attn.rotary_emb, mlp=layer.mlp)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from ray_hetero.compat.models.decoder_classes import has_forward_of
-from ray_hetero.kernels.layers.structures.base import Calls, LayerModules, is_made_of
+from ray_hetero.kernels.layers.structures.base import Calls, LayerModules, Structure
 
 
-class Falcon:
+class Falcon(Structure):
     """The structure of Falcon's layers."""
 
+    models = ("FalconModel",)
+    names = ("FalconDecoderLayer",)
+    parts: ClassVar = {"self_attention": ("FalconAttention",), "mlp": ("FalconMLP",)}
     layers = "h"
     calls = Calls.SUM
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, "FalconModel")
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        parts = {"self_attention": ("FalconAttention",), "mlp": ("FalconMLP",)}
-        if not is_made_of(layer, ("FalconDecoderLayer",), parts):
-            return None
+    def _modules(self, layer: Any) -> LayerModules | None:
         if (names := _norms(layer.config)) is None:
             return None
         attention, mlp = layer.self_attention, layer.mlp

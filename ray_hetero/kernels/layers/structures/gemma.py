@@ -5,42 +5,36 @@ Gemma weights its norms by 1 + w, GLM-4 turns neighbours together.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ray_hetero.compat.models.decoder_classes import has_forward_of
 from ray_hetero.kernels.layers.structures.base import (
     Calls,
     LayerModules,
-    is_made_of,
+    Structure,
     named_as_llamas,
 )
 
-MODELS = ("Gemma2Model", "Gemma3Model", "LlamaModel")
-"""GLM-4's model has the forward function of Llama's."""
-GEMMA = ("Gemma2DecoderLayer", "Gemma3DecoderLayer")
-GLM = ("Glm4DecoderLayer",)
-ATTENTIONS = ("Gemma2Attention", "Gemma3Attention", "Glm4Attention")
-MLPS = ("Gemma2MLP", "Gemma3MLP", "LlamaMLP")
+GLM = "Glm4DecoderLayer"
 
 
-class Gemma:
+class Gemma(Structure):
     """The structure of the layers of Gemma 2."""
 
-    layers = "layers"
+    models = ("Gemma2Model", "Gemma3Model", "LlamaModel")
+    """GLM-4's model has the forward function of Llama's."""
+    names = ("Gemma2DecoderLayer", "Gemma3DecoderLayer", GLM)
+    parts: ClassVar = {
+        "self_attn": ("Gemma2Attention", "Gemma3Attention", "Glm4Attention"),
+        "mlp": ("Gemma2MLP", "Gemma3MLP", "LlamaMLP"),
+    }
     calls = Calls.RESIDUAL
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, *MODELS)
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        if not is_made_of(layer, (*GEMMA, *GLM), {"self_attn": ATTENTIONS, "mlp": MLPS}):
-            return None
+    def _modules(self, layer: Any) -> LayerModules:
         attention = layer.self_attn
         output_norm, norm, down_norm = (
             ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-            if has_forward_of(layer, *GLM)
+            if has_forward_of(layer, GLM)
             else ("post_attention_layernorm", "pre_feedforward_layernorm",
                   "post_feedforward_layernorm")
         )  # fmt: skip

@@ -5,32 +5,25 @@ Granite multiplies what is added, StableLM has layer norms.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from ray_hetero.compat.models.decoder_classes import has_forward_of
 from ray_hetero.kernels.layers.structures.base import (
     Calls,
     LayerModules,
-    is_made_of,
+    Structure,
     named_as_llamas,
 )
 
 
-class Granite:
+class Granite(Structure):
     """The structure of Granite's layers."""
 
-    layers = "layers"
+    models = ("GraniteModel",)
+    names = ("GraniteDecoderLayer",)
+    parts: ClassVar = {"self_attn": ("GraniteAttention",), "mlp": ("GraniteMLP",)}
     calls = Calls.SUM
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, "GraniteModel")
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        parts = {"self_attn": ("GraniteAttention",), "mlp": ("GraniteMLP",)}
-        if not is_made_of(layer, ("GraniteDecoderLayer",), parts):
-            return None
+    def _modules(self, layer: Any) -> LayerModules:
         attention = layer.self_attn
         rotary = attention.rotary_emb if attention.use_rope else None
         multiplier = float(layer.residual_multiplier)
@@ -39,20 +32,14 @@ class Granite:
         )
 
 
-class StableLm:
+class StableLm(Structure):
     """The structure of StableLM's layers."""
 
-    layers = "layers"
+    models = ("StableLMEpochModel",)
+    names = ("StablelmDecoderLayer",)
+    parts: ClassVar = {"self_attn": ("StablelmAttention",), "mlp": ("StablelmMLP",)}
     calls = Calls.SUM_AND_MORE
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, "StableLMEpochModel")
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        parts = {"self_attn": ("StablelmAttention",), "mlp": ("StablelmMLP",)}
-        if not is_made_of(layer, ("StablelmDecoderLayer",), parts):
-            return None
+    def _modules(self, layer: Any) -> LayerModules:
         attention = layer.self_attn
         return named_as_llamas(layer, attention, rotary=attention.rotary_emb, gated=layer.mlp)

@@ -5,41 +5,34 @@ Qwen 2 adds biases of queries, keys and values, Qwen 3 norms of heads, Gemma nor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from ray_hetero.compat.models.decoder_classes import has_forward_of
 from ray_hetero.kernels.layers.structures.base import (
     Calls,
     LayerModules,
-    is_made_of,
+    Structure,
     named_as_llamas,
 )
 
-MODELS = ("LlamaModel", "Qwen2Model", "MistralModel", "GemmaModel")
-LAYERS = (
-    "LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer",
-    "GemmaDecoderLayer",
-)  # fmt: skip
-ATTENTIONS = (
-    "LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention", "GemmaAttention",
-)  # fmt: skip
-MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP", "GemmaMLP")
 
-
-class Llama:
+class Llama(Structure):
     """The structure of Llama's layers."""
 
-    layers = "layers"
+    models = ("LlamaModel", "Qwen2Model", "MistralModel", "GemmaModel")
+    names = (
+        "LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer",
+        "GemmaDecoderLayer",
+    )  # fmt: skip
+    parts: ClassVar = {
+        "self_attn": (
+            "LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention",
+            "GemmaAttention",
+        ),
+        "mlp": ("LlamaMLP", "Qwen2MLP", "MistralMLP", "GemmaMLP"),
+    }  # fmt: skip
     calls = Calls.RESIDUAL
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, *MODELS)
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else."""
-        if not is_made_of(layer, LAYERS, {"self_attn": ATTENTIONS, "mlp": MLPS}):
-            return None
+    def _modules(self, layer: Any) -> LayerModules | None:
         attention = layer.self_attn
         # Variants of Qwen 2 and of Mistral that compute something in between.
         if (

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from ray_hetero.compat.models.decoder_classes import has_forward_of
-from ray_hetero.kernels.layers.structures.base import Calls, LayerModules, is_made_of
+from ray_hetero.kernels.layers.structures.base import Calls, LayerModules, Structure
 
 
-class Opt:
+class Opt(Structure):
     """The structure of OPT's layers."""
 
-    layers = "layers"
+    models = ("OPTDecoder",)
+    names = ("OPTDecoderLayer",)
+    parts: ClassVar = {"self_attn": ("OPTAttention",)}
     calls = Calls.WITHOUT_POSITIONS
 
-    def is_model(self, model: Any) -> bool:
-        """Whether a model is one of this family."""
-        return has_forward_of(model, "OPTDecoder")
-
-    def modules(self, layer: Any) -> LayerModules | None:
-        """The modules of a layer; None if its classes compute something else.
-
-        Layers of OPT-350m, whose norms are of the sums, are something else.
-        """
-        if not is_made_of(layer, ("OPTDecoderLayer",), {"self_attn": ("OPTAttention",)}):
-            return None
+    def _modules(self, layer: Any) -> LayerModules | None:
+        # Norms of OPT-350m are of the sums.
         if not layer.do_layer_norm_before:
             return None
         attention = layer.self_attn
