@@ -8,7 +8,7 @@ operators do the same with intermediates of several times the size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,33 +113,10 @@ def _is_right(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class CompactExpansion:
-    """Expansion of some outputs of a weight.
+    """Expansion of weights of a stack, each with its codebook.
 
     Codes are looked up, then outliers and blocks that stay packed written over.
     """
-
-    inputs: int
-    expand: Expand
-    upper: torch.Tensor
-    """Upper bytes, [256], as `upper_bytes` returns them."""
-    places: torch.Tensor
-    """Places of the outliers among the elements of the weight."""
-    values: torch.Tensor
-    """Values of the outliers, bf16."""
-    blocks: tuple[tuple[int, torch.Tensor], ...]
-    """Blocks that stay packed: number, and [32, inputs], bf16."""
-
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as `Expansion` does."""
-        self.expand(rows, self.upper, self.inputs, weight)
-        weight.index_copy_(0, self.places, self.values)
-        for block, outputs in self.blocks:
-            weight.view(-1, BLOCK, self.inputs)[block].copy_(outputs)
-
-
-@dataclass(frozen=True)
-class CompactStackExpansion:
-    """Expansion of weights of a stack, each with its codebook."""
 
     shape: tuple[int, int]
     expand: Expand
@@ -158,8 +135,8 @@ class CompactStackExpansion:
     packed_before: tuple[int, ...]
     """Number of packed blocks before each weight; the last entry counts all of them."""
 
-    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
-        """Write weights as `StackExpansion` does."""
+    def __call__(self, rows: torch.Tensor, weights: torch.Tensor, first: int = 0) -> None:
+        """Write weights as `Expansion` does."""
         outputs, inputs = self.shape
         last = first + weights.numel() // (outputs * inputs)
         self.expand(rows, self.upper[first:last], inputs, weights)
@@ -173,28 +150,35 @@ class CompactStackExpansion:
             weights.view(-1, BLOCK, inputs).index_copy_(0, blocks, self.rows[some])
 
 
-def part_expansion(stack: Stack, begin: int, end: int, device: torch.device) -> CompactExpansion:
-    """Expansion of some outputs of a stack of one weight, from its codebook and lists."""
-    (_, inputs), tables = stack.shape, stack.tables
+def tables_of_part(
+    tables: Mapping[str, torch.Tensor], inputs: int, begin: int, end: int
+) -> dict[str, torch.Tensor]:
+    """Codebook and lists of some outputs of a weight, from those of the whole weight.
+
+    Args:
+        tables: of the weight.
+        inputs: of the weight.
+        begin: first output, a multiple of 32.
+        end: the one behind the last, the same.
+
+    """
     places, packed = tables["places"], tables["packed"]
     outliers = (places >= begin * inputs) & (places < end * inputs)
-    first, last = begin // BLOCK, end // BLOCK
-    blocks = ((packed >= first) & (packed < last)).nonzero().flatten().tolist()
-    return CompactExpansion(
-        inputs,
-        choose_expand(device),
-        upper_bytes(tables["books"][0].tolist()).to(device),
-        (places[outliers] - begin * inputs).to(device),
-        tables["values"][outliers].to(device),
-        tuple((int(packed[at]) - first, tables["rows"][at].to(device)) for at in blocks),
-    )
+    blocks = (packed >= begin // BLOCK) & (packed < end // BLOCK)
+    return {
+        "books": tables["books"],
+        "places": places[outliers] - begin * inputs,
+        "values": tables["values"][outliers],
+        "packed": packed[blocks] - begin // BLOCK,
+        "rows": tables["rows"][blocks],
+    }
 
 
-def stack_expansion(stack: Stack, device: torch.device) -> CompactStackExpansion:
+def expansion_of(stack: Stack, device: torch.device) -> CompactExpansion:
     """Expansion of the weights of a stack."""
     (outputs, inputs), tables = stack.shape, stack.tables
     ends = torch.arange(len(tables["books"]) + 1)
-    return CompactStackExpansion(
+    return CompactExpansion(
         stack.shape,
         choose_expand(device),
         torch.stack([upper_bytes(book.tolist()) for book in tables["books"]]).to(device),

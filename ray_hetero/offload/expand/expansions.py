@@ -6,57 +6,42 @@ A GPU reads weights in the format that the cores compute with, and multiplies th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ray_hetero.kernels.formats import SCALED_FORMATS, CompactWeight, HostWeight, PackedWeight
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.offload.expand import compact_expansion, scaled_expansion
-from ray_hetero.offload.expand.stacks import (
-    AsOneWeight,
-    Expansion,
-    Stack,
-    StackExpansion,
-    stacks_of,
-)
+from ray_hetero.offload.expand.stacks import Expansion, Stack, stacks_of
 
 
 @dataclass(frozen=True)
 class PackedExpansion:
-    """Expansion of any outputs of a packed weight: outputs of a block become rows."""
+    """Expansion of packed weights: outputs of a block become rows."""
 
     inputs: int
 
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as `Expansion` does."""
+    def __call__(self, rows: torch.Tensor, weights: torch.Tensor, first: int = 0) -> None:
+        """Write weights as `Expansion` does."""
         packed = rows.view(torch.bfloat16).view(-1, self.inputs // 2, BLOCK, 2)
-        into = weight.view(-1, BLOCK, self.inputs // 2, 2)
+        into = weights.view(-1, BLOCK, self.inputs // 2, 2)
         into.copy_(packed.permute(0, 2, 1, 3))
 
 
-@dataclass(frozen=True)
-class _Expansions:
-    """Expansions of a format."""
+_BY_FORMAT: dict[str, Callable[[Stack, torch.device], Expansion]] = {
+    PackedWeight.name: lambda stack, device: PackedExpansion(stack.shape[1]),
+    CompactWeight.name: compact_expansion.expansion_of,
+    **dict.fromkeys(SCALED_FORMATS, scaled_expansion.expansion_of),
+}
+"""Makes the expansion of a stack, by the name of its format.  That of a new one is added here."""
+_TABLES_OF_PARTS = {CompactWeight.name: compact_expansion.tables_of_part}
+"""Tables of some outputs of a weight, by the name of its format, of formats that have tables."""
 
-    part: Callable[[Stack, int, int, torch.device], Expansion]
-    stack: Callable[[Stack, torch.device], StackExpansion]
 
-
-_BY_FORMAT = {
-    PackedWeight.name: _Expansions(
-        lambda stack, begin, end, device: PackedExpansion(stack.shape[1]),
-        lambda stack, device: AsOneWeight(PackedExpansion(stack.shape[1])),
-    ),
-    CompactWeight.name: _Expansions(
-        compact_expansion.part_expansion, compact_expansion.stack_expansion
-    ),
-    **dict.fromkeys(
-        SCALED_FORMATS,
-        _Expansions(scaled_expansion.part_expansion, scaled_expansion.stack_expansion),
-    ),
-}  # fmt: skip
-"""Expansions by the name of the format.  Those of a new one are added here."""
+def expansion_of(stack: Stack, device: torch.device) -> Expansion:
+    """Make the expansion of the weights of a stack."""
+    return _BY_FORMAT[stack.format](stack, device)
 
 
 def stack_of(weight: HostWeight) -> Stack:
@@ -65,20 +50,19 @@ def stack_of(weight: HostWeight) -> Stack:
     return stack
 
 
-def part_expansion(stack: Stack, begin: int, end: int, device: torch.device) -> Expansion:
-    """Make the expansion of some outputs of a stack of one weight.
+def part_of(stack: Stack, begin: int, end: int) -> Stack:
+    """Some outputs of a weight as a stack of their own.
 
     Args:
         stack: of one weight.
         begin: first output, a multiple of 32.
         end: the one behind the last, the same.
-        device: what expands them.
 
     """
     assert stack.count == 1, stack.count
-    return _BY_FORMAT[stack.format].part(stack, begin, end, device)
-
-
-def stack_expansion(stack: Stack, device: torch.device) -> StackExpansion:
-    """Make the expansion of the weights of a stack, whose numbers are from its first on."""
-    return _BY_FORMAT[stack.format].stack(stack, device)
+    outputs, inputs = stack.shape
+    tables = stack.tables
+    if stack.format in _TABLES_OF_PARTS:
+        tables = _TABLES_OF_PARTS[stack.format](tables, inputs, begin, end)
+    nbytes = stack.nbytes // outputs * (end - begin)
+    return replace(stack, shape=(end - begin, inputs), nbytes=nbytes, tables=tables)

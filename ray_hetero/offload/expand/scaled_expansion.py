@@ -14,7 +14,7 @@ import torch
 from ray_hetero.kernels.formats import SCALED_FORMATS
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.scaled import Codes, Layout, ScaledWeight, layout_of, name_of
-from ray_hetero.offload.expand.stacks import AsOneWeight, Expansion, Stack, StackExpansion
+from ray_hetero.offload.expand.stacks import Expansion, Stack
 from ray_hetero.offload.expand.triton_runtime import kernels, runs_with_triton
 
 ROWS = 16
@@ -28,21 +28,21 @@ CHUNK_WEIGHTS = 1 << 22
 
 @dataclass(frozen=True)
 class TorchExpansion:
-    """Expansion of any outputs of a weight with torch's operators, some blocks at a time."""
+    """Expansion of weights with torch's operators, some blocks at a time."""
 
     kind: type[ScaledWeight]
     inputs: int
     layout: Layout
 
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as `Expansion` does."""
-        blocks = weight.numel() // (BLOCK * self.inputs)
-        data, into = rows.view(blocks, -1), weight.view(blocks, BLOCK, self.inputs)
+    def __call__(self, rows: torch.Tensor, weights: torch.Tensor, first: int = 0) -> None:
+        """Write weights as `Expansion` does."""
+        blocks = weights.numel() // (BLOCK * self.inputs)
+        data, into = rows.view(blocks, -1), weights.view(blocks, BLOCK, self.inputs)
         step = max(1, CHUNK_WEIGHTS // (BLOCK * self.inputs))
-        for first in range(0, blocks, step):
-            last = min(first + step, blocks)
-            codes = self._codes(data[first:last])
-            into[first:last] = self.kind.expanded(codes).view(-1, BLOCK, self.inputs)
+        for begin in range(0, blocks, step):
+            some = slice(begin, begin + step)
+            codes = self._codes(data[some])
+            into[some] = self.kind.expanded(codes).view(-1, BLOCK, self.inputs)
 
     def _codes(self, data: torch.Tensor) -> Codes:
         layout, groups = self.layout, -(-self.inputs // self.layout.group)
@@ -60,53 +60,42 @@ def _of_groups(blocks: torch.Tensor, groups: int) -> torch.Tensor:
     return blocks.reshape(len(blocks), groups, -1).transpose(1, 2).reshape(-1, groups)
 
 
+@dataclass(frozen=True)
 class TritonExpansion:
-    """Expansion of any outputs of a weight in one kernel.
+    """Expansion of weights in one kernel."""
 
-    Args:
-        kind: of the weight's format.
-        inputs: of the weight.
-        layout: of its scales and zero points.
+    kind: type[ScaledWeight]
+    inputs: int
+    layout: Layout
 
-    """
-
-    def __init__(self, kind: type[ScaledWeight], inputs: int, layout: Layout) -> None:
-        self._kind = kind
-        self._inputs = inputs
-        self._layout = layout
-
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as `Expansion` does."""
-        kind, layout = self._kind, self._layout
-        blocks = weight.numel() // (BLOCK * self._inputs)
+    def __call__(self, rows: torch.Tensor, weights: torch.Tensor, first: int = 0) -> None:
+        """Write weights as `Expansion` does."""
+        kind, layout = self.kind, self.layout
+        blocks = weights.numel() // (BLOCK * self.inputs)
         width = 16 // kind.bits
-        scales_at, zeros_at, _ = layout.places(self._inputs, kind.bits)
+        scales_at, zeros_at, _ = layout.places(self.inputs, kind.bits)
         scales = rows.view(layout.scales) if layout.scales.itemsize > 1 else rows
-        grid = (-(-self._inputs // (width * ROWS)), blocks)
+        grid = (-(-self.inputs // (width * ROWS)), blocks)
         kernels().expand_scaled[grid](
-            rows, rows.view(torch.int16), scales, weight, self._inputs, rows.numel() // blocks,
+            rows, rows.view(torch.int16), scales, weights, self.inputs, rows.numel() // blocks,
             scales_at, zeros_at, layout.group, layout.factor,
             kind.name, name_of(layout.scales), layout.outputs, kind.zero(), layout.has_zeros, ROWS,
             layout.group % (width * ROWS) == 0,
         )  # fmt: skip
 
 
-def expansion_of(
-    kind: type[ScaledWeight], inputs: int, layout: Layout, device: torch.device
-) -> Expansion:
-    """Function that expands outputs of a weight on a device.
+def expansion_of(stack: Stack, device: torch.device) -> Expansion:
+    """Expansion of the weights of a stack, whose rows say all: it is that of any outputs.
 
     Args:
-        kind: of the weight's format.
-        inputs: of the weight.
-        layout: of its scales and zero points.
+        stack: of codes with scales.
         device: the GPU; for tests the CPU.
 
     """
+    kind, layout = SCALED_FORMATS[stack.format], layout_of(stack.facts)
     # Each expert has a factor of its own, which the kernel is only handed.
-    if device.type != "cuda" or not _works(kind, replace(layout, factor=1.0), device):
-        return TorchExpansion(kind, inputs, layout)
-    return TritonExpansion(kind, inputs, layout)
+    has_kernel = device.type == "cuda" and _works(kind, replace(layout, factor=1.0), device)
+    return (TritonExpansion if has_kernel else TorchExpansion)(kind, stack.shape[1], layout)
 
 
 @functools.cache
@@ -148,14 +137,3 @@ def is_right(kind: type[ScaledWeight], layout: Layout, device: torch.device) -> 
     TorchExpansion(kind, CHECKED_INPUTS, layout)(whole.view(-1), expected)
     TritonExpansion(kind, CHECKED_INPUTS, layout)(whole.view(-1), found)
     return bool(torch.equal(expected.view(torch.int16), found.view(torch.int16)))
-
-
-def part_expansion(stack: Stack, begin: int, end: int, device: torch.device) -> Expansion:
-    """Expansion that any outputs of a weight have."""
-    kind, layout = SCALED_FORMATS[stack.format], layout_of(stack.facts)
-    return expansion_of(kind, stack.shape[1], layout, device)
-
-
-def stack_expansion(stack: Stack, device: torch.device) -> StackExpansion:
-    """Expansion of weights as one weight of all their outputs."""
-    return AsOneWeight(part_expansion(stack, 0, stack.shape[0], device))

@@ -23,41 +23,17 @@ if TYPE_CHECKING:
 
 
 class Expansion(Protocol):
-    """Expansion of neighbouring outputs of a weight by a GPU, which has what that takes."""
+    """Expansion of neighbouring weights of a stack by a GPU, which has what that takes."""
 
-    def __call__(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write outputs as rows of a matrix.
-
-        Args:
-            rows: what `HostWeight.data` holds of these outputs, as bytes.
-            weight: elements of [outputs, K], bf16; overwritten.
-
-        """
-
-
-class StackExpansion(Protocol):
-    """Expansion of some of many weights of one shape and format, one after the other."""
-
-    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
-        """Write neighbouring weights.
+    def __call__(self, rows: torch.Tensor, weights: torch.Tensor, first: int = 0) -> None:
+        """Write weights as rows of matrices.
 
         Args:
             rows: what `HostWeight.data` holds of each, one after the other, as bytes.
-            first: number of the first one.
             weights: elements of [weights · N, K], bf16; overwritten.
+            first: number of the first one in the stack.
 
         """
-
-
-@dataclass(frozen=True)
-class AsOneWeight:
-    """A `StackExpansion` of weights whose rows say all: they are one with all their outputs."""
-
-    expansion: Expansion
-
-    def __call__(self, rows: torch.Tensor, first: int, weights: torch.Tensor) -> None:
-        """Expand the outputs."""
-        self.expansion(rows, weights)
 
 
 @dataclass(frozen=True, eq=False)

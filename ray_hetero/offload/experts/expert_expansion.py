@@ -9,8 +9,8 @@ import torch
 
 from ray_hetero.kernels.experts.activations import Activation, Order
 from ray_hetero.kernels.experts.routed_experts import HALF_BLOCK
-from ray_hetero.offload.expand.expansions import stack_expansion
-from ray_hetero.offload.expand.stacks import Stack, StackExpansion
+from ray_hetero.offload.expand.expansions import expansion_of
+from ray_hetero.offload.expand.stacks import Expansion, Stack
 from ray_hetero.offload.experts.expert_pieces import WHOLE, Part, Run
 from ray_hetero.offload.experts.linked_experts import Half, LinkedSlice
 from ray_hetero.planning.prefill_memory import BF16_BYTES, EXPANSION_BYTES, ExpertSizes
@@ -24,7 +24,7 @@ class LinkedLayer:
     """A layer's slices, and what of it stays on the GPU."""
 
     slices: tuple[LinkedSlice, ...]
-    expansions: tuple[tuple[tuple[Stack, StackExpansion], ...], ...]
+    expansions: tuple[tuple[tuple[Stack, Expansion], ...], ...]
     """Expansions of each half of each slice."""
     biases: Biases
 
@@ -32,7 +32,7 @@ class LinkedLayer:
     def of(cls, slices: tuple[LinkedSlice, ...], device: torch.device) -> LinkedLayer:
         """A layer for a GPU."""
         expansions = tuple(
-            tuple((stack, stack_expansion(stack, device)) for stack in half.stacks)
+            tuple((stack, expansion_of(stack, device)) for stack in half.stacks)
             for one in slices
             for half in one.halves
         )
@@ -139,7 +139,7 @@ class ExpertExpansion:
     def _expand(
         self,
         half: Half,
-        expansions: Sequence[tuple[Stack, StackExpansion]],
+        expansions: Sequence[tuple[Stack, Expansion]],
         stored: torch.Tensor,
         runs: Sequence[Run],
     ) -> Iterator[tuple[int, torch.Tensor]]:
@@ -161,7 +161,7 @@ class ExpertExpansion:
                     count = min(most, end - some)
                     rows = stored[at : at + count * each].view(count, each)[:, : stack.nbytes]
                     weights = self._some[: count * outputs * inputs]
-                    expansion(rows.contiguous().view(-1), some - stack.first, weights)
+                    expansion(rows.contiguous().view(-1), weights, some - stack.first)
                     yield place, weights.view(count, outputs, inputs)
                     place, at = place + count, at + count * each
 

@@ -11,7 +11,7 @@ import torch
 
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.formats.base import BLOCK
-from ray_hetero.offload.expand.expansions import part_expansion, stack_of
+from ray_hetero.offload.expand.expansions import expansion_of, part_of, stack_of
 from ray_hetero.offload.expand.stacks import Expansion, Stack
 from ray_hetero.planning.prefill_memory import BF16_BYTES, piece_bytes
 
@@ -206,7 +206,7 @@ def cut(
             step = piece_outputs(end - begin, most)
             for first in range(begin, end, step):
                 last = min(first + step, end)
-                expansion = part_expansion(stack, first, last, device)
+                expansion = expansion_of(part_of(stack, first, last), device)
                 piece = Piece(part.source.data[first:last], first, last, inputs, expansion)
                 for rows, outputs in _within(piece, runs):
                     yield WeightSlice(piece, rows, outputs, columns, part.is_added)

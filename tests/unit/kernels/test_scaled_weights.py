@@ -30,7 +30,7 @@ from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
 from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
 from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Codes  # noqa: E402
-from ray_hetero.offload.expand.expansions import part_expansion, stack_of  # noqa: E402
+from ray_hetero.offload.expand.expansions import expansion_of, part_of, stack_of  # noqa: E402
 
 pytestmark = needs_native
 CASES: list[tuple[type[ScaledWeight], dict[str, Any]]] = [
@@ -55,7 +55,7 @@ def check(kind: type[ScaledWeight], codes: Codes) -> None:
         found = weight.packed(native, level_of(level))
         assert torch.equal(bits(found), bits(pack(expected))), level
     on_gpu = torch.empty(expected.numel(), dtype=torch.bfloat16)
-    expansion = part_expansion(stack_of(weight), 0, codes.shape[0], torch.device("cpu"))
+    expansion = expansion_of(stack_of(weight), torch.device("cpu"))
     expansion(weight.data.view(torch.uint8).view(-1), on_gpu)
     assert torch.equal(bits(on_gpu.view(expected.shape)), bits(expected))
 
@@ -91,7 +91,7 @@ def test_a_part_of_the_outputs_is_expanded_by_itself(kind: type[ScaledWeight]) -
     codes = made(kind, 160, 96, 32)
     weight, expected = kind.stored(codes, native), kind.expanded(codes)
     part = torch.empty(64 * 96, dtype=torch.bfloat16)
-    expansion = part_expansion(stack_of(weight), 32, 96, torch.device("cpu"))
+    expansion = expansion_of(part_of(stack_of(weight), 32, 96), torch.device("cpu"))
     expansion(weight.data[32:96].view(torch.uint8).view(-1), part)
     assert torch.equal(bits(part.view(64, 96)), bits(expected[32:96]))
 

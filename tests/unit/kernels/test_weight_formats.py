@@ -14,7 +14,7 @@ from vllm.platforms import current_platform  # noqa: E402
 
 from ray_hetero.kernels.formats import FORMATS, CompactWeight, HostWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
-from ray_hetero.offload.expand.expansions import part_expansion, stack_of  # noqa: E402
+from ray_hetero.offload.expand.expansions import expansion_of, part_of, stack_of  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -81,7 +81,7 @@ def test_each_format_holds_usual_weights_in_the_bytes_that_planning_counts(name:
     # All blocks but the first, as a GPU expands them.
     rows = weight.data[32:].reshape(-1).view(torch.uint8)
     found = torch.empty((N - 32) * K, dtype=torch.bfloat16)
-    part_expansion(stack_of(weight), 32, N, torch.device("cpu"))(rows, found)
+    expansion_of(part_of(stack_of(weight), 32, N), torch.device("cpu"))(rows, found)
     assert torch.equal(bits(found.view(N - 32, K)), bits(plain[32:]))
 
 
@@ -135,7 +135,7 @@ def test_a_gpu_expands_outliers_and_blocks_that_stay_packed() -> None:
     for begin, end in ((0, 256), (64, 160), (96, 256)):
         rows = weight.data[begin:end].reshape(-1)
         found = torch.empty((end - begin) * 512, dtype=torch.bfloat16)
-        part_expansion(stack_of(weight), begin, end, torch.device("cpu"))(rows, found)
+        expansion_of(part_of(stack_of(weight), begin, end), torch.device("cpu"))(rows, found)
         assert torch.equal(bits(found.view(-1, 512)), bits(plain[begin:end]))
 
 
