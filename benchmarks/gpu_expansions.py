@@ -17,8 +17,7 @@ from gpu_timing import milliseconds
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
-from ray_hetero.kernels.formats.int4 import Int4Weight
-from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.integers import Int4Weight, Int8Weight
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight
 from ray_hetero.offload.expand import compact_expansion, scaled_expansion
 

@@ -27,8 +27,7 @@ from ray_hetero.compat.models.flash_attention import flash_attention_3  # noqa: 
 from ray_hetero.distributed.messages import Packing  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
-from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
-from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
+from ray_hetero.kernels.formats.integers import Int4Weight, Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Layout, ScaledWeight  # noqa: E402
 from ray_hetero.kernels.layers.kv_layouts import unpack_blocks  # noqa: E402
 from ray_hetero.offload.decode import column_pieces  # noqa: E402

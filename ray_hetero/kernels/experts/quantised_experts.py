@@ -19,8 +19,7 @@ from ray_hetero.kernels.experts.routed_experts import MULTIPLE, paired
 from ray_hetero.kernels.formats import HostWeight
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
-from ray_hetero.kernels.formats.int4 import Int4Weight
-from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.integers import Int4Weight, Int8Weight
 from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
 from ray_hetero.kernels.formats.stored_codes import (
     block_floats,

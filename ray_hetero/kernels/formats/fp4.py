@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight, from_nibble_rows, nibble_rows
+from ray_hetero.kernels.formats.scaled import Codes, ScaledWeight
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +35,6 @@ class Fp4Weight(ScaledWeight):
 
         table = torch.tensor((*VALUES, *(-value for value in VALUES)), device=codes.device)
         return table[codes.int()]
-
-    @classmethod
-    def rows(cls, codes: torch.Tensor) -> torch.Tensor:
-        """See csrc/kernels/formats/fp4.h."""
-        return nibble_rows(codes)
-
-    @classmethod
-    def codes(cls, rows: torch.Tensor, inputs: int) -> torch.Tensor:
-        """See csrc/kernels/formats/fp4.h."""
-        return from_nibble_rows(rows, inputs)
 
     @classmethod
     def _encoding(cls, codes: Codes, native: ModuleType) -> Any:

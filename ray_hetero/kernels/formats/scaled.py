@@ -14,10 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.formats.base import (
-    BLOCK,
-    HostWeight,
-)
+from ray_hetero.kernels.formats.base import BLOCK, HostWeight
 
 if TYPE_CHECKING:
     import torch
@@ -239,14 +236,27 @@ class ScaledWeight(HostWeight):
         return 0
 
     @classmethod
-    @abstractmethod
     def rows(cls, codes: torch.Tensor) -> torch.Tensor:
-        """Codes [N, K] as rows of blocks, [N / 32, bytes], as the kernels read them."""
+        """Codes [N, K] as rows of blocks, [N / 32, bytes], as the kernels read them.
+
+        Here those of four bits (csrc/kernels/formats/fp4.h, int4.h): a word of 16 bits has the
+        halves of two rows.
+        """
+        four = elements(codes)
+        blocks, pairs, _ = four.shape
+        both = four.view(blocks, pairs // 2, 4, BLOCK).transpose(2, 3)
+        nibbles = both.reshape(blocks, -1, 2)
+        return nibbles[..., 0] | nibbles[..., 1] << 4
 
     @classmethod
-    @abstractmethod
     def codes(cls, rows: torch.Tensor, inputs: int) -> torch.Tensor:
-        """Codes [N, K] of rows of blocks, [N / 32, bytes]."""
+        """Codes [N, K] of rows of blocks, [N / 32, bytes]: the reverse of `rows`."""
+        import torch
+
+        blocks = len(rows)
+        nibbles = torch.stack((rows & 15, rows >> 4), dim=-1)
+        both = nibbles.view(blocks, inputs // 4, BLOCK, 4).transpose(2, 3)
+        return from_elements(both.reshape(blocks, inputs // 2, 2 * BLOCK))
 
     @classmethod
     @abstractmethod
@@ -369,22 +379,3 @@ def from_elements(rows: torch.Tensor) -> torch.Tensor:
     """Codes [N, K] of elements [N / 32, K / 2, 64]."""
     blocks, pairs, _ = rows.shape
     return rows.reshape(blocks, pairs, BLOCK, 2).transpose(1, 2).reshape(blocks * BLOCK, 2 * pairs)
-
-
-def nibble_rows(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits as rows: a word of 16 bits has the halves of two rows."""
-    four = elements(codes)
-    blocks, pairs, _ = four.shape
-    both = four.view(blocks, pairs // 2, 4, BLOCK).transpose(2, 3)
-    nibbles = both.reshape(blocks, -1, 2)
-    return nibbles[..., 0] | nibbles[..., 1] << 4
-
-
-def from_nibble_rows(rows: torch.Tensor, inputs: int) -> torch.Tensor:
-    """The reverse of `nibble_rows`."""
-    import torch
-
-    blocks = len(rows)
-    nibbles = torch.stack((rows & 15, rows >> 4), dim=-1)
-    both = nibbles.view(blocks, inputs // 4, BLOCK, 4).transpose(2, 3)
-    return from_elements(both.reshape(blocks, inputs // 2, 2 * BLOCK))

@@ -40,8 +40,7 @@ from ray_hetero.compat.models.quantised_kernels import block_parameters, is_read
 from ray_hetero.kernels.formats.base import BLOCK
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
 from ray_hetero.kernels.formats.fp8 import Fp8Weight
-from ray_hetero.kernels.formats.int4 import Int4Weight
-from ray_hetero.kernels.formats.int8 import Int8Weight
+from ray_hetero.kernels.formats.integers import Int4Weight, Int8Weight
 from ray_hetero.kernels.formats.scaled import GROUP_MULTIPLE, Codes, ScaledWeight
 from ray_hetero.kernels.formats.stored_codes import (
     MX_GROUP,

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from placement.plan.devices import NATIVE_STEP_TOKENS  # noqa: E402
 from ray_hetero.kernels.formats import CompactWeight, HostWeight, PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
-from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
+from ray_hetero.kernels.formats.integers import Int4Weight  # noqa: E402
 from ray_hetero.kernels.layers import decode_step, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.layer_parts import Linear  # noqa: E402

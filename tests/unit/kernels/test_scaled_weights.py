@@ -27,8 +27,7 @@ from ray_hetero.kernels.formats import SCALED_FORMATS, ScaledWeight  # noqa: E40
 from ray_hetero.kernels.formats.base import BLOCK, pack  # noqa: E402
 from ray_hetero.kernels.formats.fp4 import Fp4Weight  # noqa: E402
 from ray_hetero.kernels.formats.fp8 import Fp8Weight  # noqa: E402
-from ray_hetero.kernels.formats.int4 import Int4Weight  # noqa: E402
-from ray_hetero.kernels.formats.int8 import Int8Weight  # noqa: E402
+from ray_hetero.kernels.formats.integers import Int4Weight, Int8Weight  # noqa: E402
 from ray_hetero.kernels.formats.scaled import Codes  # noqa: E402
 from ray_hetero.offload.expand.expansions import expansion_of, part_of, stack_of  # noqa: E402
 
