@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ray_hetero.errors import RankError
 from ray_hetero.executor.rank_set import RankSet
@@ -21,16 +21,6 @@ from ray_hetero.world import World
 POLL_SECONDS = 0.05
 
 
-class Ranks(Protocol):
-    """How the driver talks to the ranks."""
-
-    def send_steps(self, per_stage: Sequence[Sequence[Step]]) -> None:
-        """Send every stage its steps, in order."""
-
-    def next_answer(self, rank: int, timeout_s: float) -> Any:
-        """The rank's next answer; TimeoutError when there is none in time."""
-
-
 @dataclass
 class _Progress:
     done: int
@@ -38,7 +28,7 @@ class _Progress:
 
 
 def run_schedule(
-    ranks: Ranks,
+    ranks: RankSet,
     world: World,
     steps: Sequence[Sequence[Step]],
     *,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 import vllm.envs as envs
@@ -139,15 +139,8 @@ class AnswerQueue:
         self._queue.shutdown()
 
 
-class Connectable(Protocol):
-    """The driver's end of a queue."""
-
-    def wait_until_ready(self) -> object:
-        """Wait until the other ends have connected."""
-
-
 def wait_until_ready(
-    queues: Sequence[Connectable], failure: Failure, limit_s: float, key: str
+    queues: Sequence[RequestQueue | AnswerQueue], failure: Failure, limit_s: float, key: str
 ) -> None:
     """Wait until all ranks have connected to the queues.
 

@@ -18,16 +18,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from ray_hetero.compat.worker.message_queues import error_of
 from ray_hetero.errors import RankError
-from ray_hetero.executor.failure import Ending, Failure, RankWatch
-from ray_hetero.executor.rank_processes import RankProcesses
-from ray_hetero.executor.rank_queues import wait_until_ready
+from ray_hetero.executor.actors import RankActors
+from ray_hetero.executor.failure import Failure, RankWatch
+from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue, wait_until_ready
 from ray_hetero.log import logger
 from ray_hetero.worker.warmup_schedule import Step
 from ray_hetero.world import World
@@ -72,65 +72,6 @@ class Call:
         return f"step {self.step} ({name})"
 
 
-class Actors(Protocol):
-    """The ranks' actors, as a set of ranks uses them; see `RankActors`."""
-
-    @property
-    def processes(self) -> RankProcesses | None:
-        """The actors' processes; None before the ranks have told."""
-
-    @property
-    def seconds(self) -> Sequence[Mapping[str, float]]:
-        """Seconds that each rank has taken for the parts of `start`; empty before."""
-
-    def start(self, requests: Any) -> Sequence[Any]:
-        """Make the ranks load, with the handle of their queue; returns handles of theirs."""
-
-    def run(self) -> None:
-        """Start the ranks' loops of steps; returns at once."""
-
-    def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
-        """Wait for so many ranks to end."""
-
-    def report(self, endings: Sequence[Ending]) -> str:
-        """Say in one line what ended and why."""
-
-    def end(self) -> None:
-        """End the processes of all ranks."""
-
-
-class Requests(Protocol):
-    """The queue that every rank reads; see `RequestQueue`."""
-
-    def enqueue(self, obj: Any) -> None:
-        """Put a message in."""
-
-    def wait_until_ready(self) -> object:
-        """Wait until all ranks have connected."""
-
-    def unlink(self) -> None:
-        """Remove the names of what every rank has mapped."""
-
-    def unlink_sockets(self) -> None:
-        """Remove the names of what every rank has connected to."""
-
-    def shutdown(self) -> None:
-        """Wake up whoever waits."""
-
-
-class Answers(Protocol):
-    """One rank's queue to the driver; see `AnswerQueue`."""
-
-    def dequeue(self, timeout: float | None = None) -> Any:
-        """Take the next answer."""
-
-    def wait_until_ready(self) -> object:
-        """Wait until the rank has connected."""
-
-    def shutdown(self) -> None:
-        """Wake up whoever waits."""
-
-
 class RankSet:
     """The ranks of an engine from their start to their end; those of a restart are another set.
 
@@ -148,7 +89,7 @@ class RankSet:
     def __init__(
         self,
         world: World,
-        actors: Actors,
+        actors: RankActors,
         on_failure: Callable[[str], object],
         on_stopped: Callable[[], object],
     ) -> None:
@@ -159,8 +100,8 @@ class RankSet:
         self._on_stopped = on_stopped
         self._lock = threading.Lock()
         self._is_closed = False
-        self._requests: Requests | None = None
-        self._answers: tuple[Answers, ...] = ()
+        self._requests: RequestQueue | None = None
+        self._answers: tuple[AnswerQueue, ...] = ()
         self._watch: RankWatch | None = None
         self._everyone = range(len(world.seats))
         self._calls = 0
@@ -171,7 +112,7 @@ class RankSet:
     # --- start --------------------------------------------------------------------------------
 
     def connect(
-        self, requests: Requests, answers: Sequence[Answers], limit_s: float, key: str
+        self, requests: RequestQueue, answers: Sequence[AnswerQueue], limit_s: float, key: str
     ) -> None:
         """Make the ranks serve these queues, and watch them from now on.
 
@@ -299,7 +240,7 @@ class RankSet:
         where = self.look()
         return self.fail(f"{call} was not done in {call.limit_s:g} s ({call.key}): {where}")
 
-    # --- steps of the warm-up: `lockstep.Ranks` -----------------------------------------------
+    # --- steps of the warm-up: `lockstep.run_schedule` ----------------------------------------
 
     def send_steps(self, per_stage: Sequence[Sequence[Step]]) -> None:
         """Send the n-th steps of all stages in one message, for each n; each rank takes its own."""

@@ -5,24 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ray_hetero.distributed.exchanged import Exchanged
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens
 from ray_hetero.kernels.step_route import Reason
 
+if TYPE_CHECKING:
+    from ray_hetero.distributed.stage_boundary import StageBoundary
+
 REPORT_SECONDS = 30.0
-
-
-class Boundary(Protocol):
-    """Interface by which a rank exchanges tensors with other stages."""
-
-    def take(self) -> Exchanged:
-        """Sums of exchanges since the last call."""
-
-    @property
-    def computed_at(self) -> float:
-        """When a GPU had computed what was last sent, on this rank's clock; 0 on a CPU rank."""
 
 
 @dataclass
@@ -241,7 +233,7 @@ class StepClock:
         self,
         seconds: float,
         tokens: int,
-        boundary: Boundary | None,
+        boundary: StageBoundary | None,
         *,
         waited_s: float = 0.0,
         is_verifying: bool = False,
@@ -284,7 +276,7 @@ class StepClock:
         if time.monotonic() - self._last > self._interval_s:
             self._report_new_steps()
 
-    def _add_late(self, seconds: float, boundary: Boundary | None) -> None:
+    def _add_late(self, seconds: float, boundary: StageBoundary | None) -> None:
         """Count what a GPU went on computing, to send it, after the last call had returned."""
         if boundary is None:
             return

@@ -8,18 +8,12 @@ prompt next, whatever it has decoded before: what that begins with can be on the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
     from ray_hetero.kernels.step_route import StepRoute
     from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
-
-
-class Decodes(Protocol):
-    """Layers that compute decode steps, with a part for a GPU."""
-
-    def fetch_ahead(self, tokens: int) -> None:
-        """Prefetch weights of the GPU's part of a step of so many tokens."""
 
 
 class Prefetcher:
@@ -32,7 +26,7 @@ class Prefetcher:
 
     """
 
-    def __init__(self, gpu: OffloadGpu | None, first: Decodes | None = None) -> None:
+    def __init__(self, gpu: OffloadGpu | None, first: DecoderLayers | None = None) -> None:
         self._gpu, self._first = gpu, first
         self._requests: set[str] = set()
 

@@ -24,7 +24,7 @@ from ray_hetero.log import logger
 from ray_hetero.offload.expand.triton_runtime import kernels
 from ray_hetero.offload.prefill.gpu_attention import Lengths
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu
-from ray_hetero.offload.weights.link_reader import current
+from ray_hetero.offload.weights.link_reader import Slot, current
 from ray_hetero.offload.weights.resident_pieces import IdleMemory
 from ray_hetero.planning import prefill_memory
 from ray_hetero.planning.prefill_memory import BF16_BYTES, KV_RETURNS, KV_SLOTS
@@ -257,15 +257,6 @@ def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
     yield first, before + 1 - first
 
 
-@dataclass(eq=False)
-class _Slot:
-    """Memory on the GPU for a span's blocks."""
-
-    memory: torch.Tensor
-    ready: Any
-    free: Any
-
-
 class KvUploads:
     """Cached keys and values on their way up, span by span and ahead of their use.
 
@@ -286,7 +277,9 @@ class KvUploads:
             return torch.empty(elements, dtype=torch.bfloat16, device=gpu.device)
 
         self._elements = elements
-        slots = [_Slot(memory(), gpu.event(), gpu.event()) for _ in range(KV_SLOTS)]
+        slots: list[Slot[Span]] = [
+            Slot(memory(), gpu.event(), gpu.event()) for _ in range(KV_SLOTS)
+        ]
         self._slots = itertools.cycle(slots)
         self._unpacked = memory()
         self.idle = [
@@ -296,7 +289,7 @@ class KvUploads:
         """Memory that decode steps leave idle."""
         self._locked: set[int] = set()
         self._wanted: Iterator[tuple[Sequence[torch.Tensor], Span]] = iter(())
-        self._ahead: deque[tuple[_Slot, torch.Tensor]] = deque()
+        self._ahead: deque[tuple[Slot[Span], torch.Tensor]] = deque()
 
     def most_blocks(self, block: int) -> int:
         """Blocks of a span.
