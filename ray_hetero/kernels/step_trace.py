@@ -1,8 +1,7 @@
 """Trace of a CPU rank's steps: routes, layers, pieces of weights, graphs, words and messages.
 
 Nobody follows the steps of an engine, and an event then costs a call that does nothing.  Whoever
-has to know what a step did gives a function that takes the events as they happen; tests keep those
-of scripted steps in a file (tests/unit/step_traces.py).
+has to know what a step did gives a function that takes the events as they happen.
 """
 
 from __future__ import annotations
@@ -39,25 +38,6 @@ Follower = Callable[..., None]
 """Function that takes an `Event` and its values, on the thread on which it happens."""
 
 _followers: list[Follower] = []
-
-
-class StepTrace:
-    """A follower that keeps events in their order."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[Event, tuple[Any, ...]]] = []
-
-    def __call__(self, event: Event, *values: Any) -> None:
-        """Keep an event."""
-        self._events.append((event, values))
-
-    def of(self, kind: Event) -> list[tuple[Any, ...]]:
-        """Values of each event of one kind."""
-        return [values for event, values in self._events if event is kind]
-
-    def clear(self) -> None:
-        """Forget all events."""
-        self._events.clear()
 
 
 def note(event: Event, *values: Any) -> None:

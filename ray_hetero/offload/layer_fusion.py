@@ -23,7 +23,7 @@ from ray_hetero.kernels.layers.fused_modules import (
     register,
     replacements,
 )
-from ray_hetero.kernels.layers.fusible_layers import Fusible, Linears, find
+from ray_hetero.kernels.layers.fusible_layers import Fusible
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import AttentionShape
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
@@ -57,21 +57,6 @@ class Fused:
     """Memory of a GPU in which the last layers leave results for the next stage."""
     mixers: int = 0
     """Mixers of Mamba 2 that are operators."""
-
-
-def fuse(model: nn.Module, linears: Linears, kernel: StreamingLinear) -> int:
-    """Fuse what can be fused of a model whose weights are loaded, and log what cannot.
-
-    Args:
-        model: vLLM's.
-        linears: its linear layers that the kernel computes.
-        kernel: what computes them.
-
-    Returns:
-        How many layers were fused.
-
-    """
-    return install(find(model, linears, kernel), kernel).layers
 
 
 def install(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from paged_steps import Conversation, Steps
+from recorded_events import StepTrace
 
-from ray_hetero.kernels.step_trace import Event, StepTrace, followed
+from ray_hetero.kernels.step_trace import Event, followed
 from ray_hetero.offload.decode import column_pieces
 from ray_hetero.offload.decode.mlp_columns import MlpColumnOffload
 from ray_hetero.offload.decode.shared_decode import SharedDecode

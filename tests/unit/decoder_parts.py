@@ -24,6 +24,7 @@ from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import Linear
 from ray_hetero.kernels.layers.structures import Calls
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
+from ray_hetero.offload import layer_fusion
 
 HEADS, KV_HEADS, HEAD = 6, 2, 64
 HIDDEN, WIDE = 256, 416
@@ -415,3 +416,15 @@ def linears(model: Any) -> dict[Any, Linear]:
 
     return {module: held(module) for module in model.modules()
             if isinstance(module, Product)}  # fmt: skip
+
+
+def fuse_model(model: Any, given: dict[Any, Linear], kernel: StreamingLinear) -> int:
+    """Fuse what can be fused of a model; the number of fused layers.
+
+    Args:
+        model: of vLLM's classes.
+        given: its linear layers that the kernel computes.
+        kernel: computes them.
+
+    """
+    return layer_fusion.install(fusible_layers.find(model, given, kernel), kernel).layers

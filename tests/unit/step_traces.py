@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from paged_steps import Conversation
+from recorded_events import StepTrace
 from scheduled_steps import Engine, GroupEngine, Part
 from vllm.platforms import current_platform
 
 from ray_hetero.kernels.step_route import StepRoute
-from ray_hetero.kernels.step_trace import Event, StepTrace, followed
+from ray_hetero.kernels.step_trace import Event, followed
 from ray_hetero.offload.decode.column_channel import PHASE, PHASES
 from ray_hetero.offload.decode.share_choice import Share, Shares
 from ray_hetero.offload.decode.shared_decode import STEPS

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from placement.host.gpus import read_gpus
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.formats.base import BLOCK, HostWeight
@@ -41,47 +41,20 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer_parts import Linear, PostAttention
 
 
-def gpu_of(device: torch.device, root: Path = Path("/")) -> str:
-    """A GPU with its link and driver, as far as CUDA and the system tell."""
+def gpu_of(device: torch.device) -> str:
+    """A GPU with its link and driver, as far as CUDA and the driver's library tell.
+
+    Without what changes while a GPU rests: it may lower the link's generation.
+    """
     if device.type != "cuda":
         return f"GPU {device}"
     found = torch.cuda.get_device_properties(device)
-    said = [f"GPU {found.name}"]
-    try:
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    except AttributeError:  # PyTorch tells it from 2.8 on
-        said.append(f"number {device.index}")
-    else:
-        said += [f"at {address}", *_link(address, root)]
-    return " ".join([*said, f"driver {_driver(root)}"])
-
-
-def _link(address: str, root: Path) -> list[str]:
-    """The link's lanes and highest speed; at rest a GPU may lower the current one."""
-    folder = root / "sys/bus/pci/devices" / address
-    return [
-        text for name in ("current_link_width", "max_link_speed") if (text := _text(folder / name))
-    ]
-
-
-def _driver(root: Path) -> str:
-    text = _text(root / "proc/driver/nvidia/version")
-    return text.splitlines()[0] if text else f"for CUDA {torch.version.cuda}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A small tensor, here and on the GPU; as long as it is here its address is its own."""
-
-    here: torch.Tensor
-    there: torch.Tensor
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    told = next((gpu.details for gpu in read_gpus() if gpu.pci_address == address), None)
+    if told is None:
+        return f"GPU {found.name} at {address} for CUDA {torch.version.cuda}"
+    link = f"{told.link_width} lanes of generation {told.link_generation_max}"
+    return f"GPU {found.name} at {address} with {link}, driver {told.driver}"
 
 
 class GpuConstants:
@@ -94,14 +67,15 @@ class GpuConstants:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sent: dict[int, _Constant] = {}
+        self._sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Each here and on the GPU: as long as it is here, its address is its own."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same in bf16 on the GPU."""
         at = tensor.data_ptr()
         if at not in self._sent:
-            self._sent[at] = _Constant(tensor, tensor.to(self._device, torch.bfloat16))
-        return self._sent[at].there
+            self._sent[at] = tensor, tensor.to(self._device, torch.bfloat16)
+        return self._sent[at][1]
 
 
 LEAST_BYTES = 1 << 20

@@ -18,6 +18,7 @@ from decoder_parts import (  # noqa: E402
     HIDDEN,
     attends,
     computed,
+    fuse_model,
     known_layers,
     layers_of,
     linears,
@@ -40,7 +41,6 @@ from ray_hetero.kernels.layers.adapters import adapters_of  # noqa: E402
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.structures import Calls  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.offload import layer_fusion  # noqa: E402
 from ray_hetero.offload.prefill import offload_gpu  # noqa: E402
 from ray_hetero.supported import is_since  # noqa: E402
 
@@ -101,7 +101,7 @@ def expect_vllms(family: str, tokens: int, rank: int, level: str, contexts: dict
     fused._modules = {name: torch.nn.ModuleList(list(one)) if isinstance(one, torch.nn.ModuleList)
                       else one for name, one in decoder._modules.items()}  # fmt: skip
     names = {name for name, one in fused.named_modules() if hasattr(one, "lora_a_stacked")}
-    assert layer_fusion.fuse(torch.nn.Sequential(fused), given, kernel) == 2
+    assert fuse_model(torch.nn.Sequential(fused), given, kernel) == 2
     # vLLM looks for them there.
     found_again = {name for name, one in fused.named_modules() if hasattr(one, "lora_a_stacked")}
     assert found_again == names

@@ -24,6 +24,7 @@ from decoder_parts import (  # noqa: E402
     model,
 )
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
+from recorded_events import StepTrace  # noqa: E402
 from vllm import _custom_ops as ops  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends import cpu_attn  # noqa: E402
@@ -34,7 +35,7 @@ from ray_hetero.kernels.layers.decoder_layers import DecoderLayers  # noqa: E402
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
 from ray_hetero.kernels.step_route import Reason  # noqa: E402
-from ray_hetero.kernels.step_trace import Event, StepTrace, followed  # noqa: E402
+from ray_hetero.kernels.step_trace import Event, followed  # noqa: E402
 from ray_hetero.offload.decode import column_pieces  # noqa: E402
 from ray_hetero.offload.decode.mlp_columns import columns_of  # noqa: E402
 from ray_hetero.offload.decode.share_choice import Share, Shares  # noqa: E402

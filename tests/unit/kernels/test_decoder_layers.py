@@ -23,6 +23,7 @@ from decoder_parts import (  # noqa: E402
     be_alone,
     class_of,
     computed,
+    fuse_model,
     known_layers,
     layers_of,
     linears,
@@ -119,7 +120,7 @@ def test_a_model_hands_on_what_a_layer_gives_to_the_next(
 
 def fuse(model: Any, given: dict[Any, Linear] | None = None) -> int:
     given = linears(model) if given is None else given
-    return layer_fusion.fuse(torch.nn.Sequential(model), given, StreamingLinear(native))
+    return fuse_model(torch.nn.Sequential(model), given, StreamingLinear(native))
 
 
 def kinds(model: Any) -> list[str]:
@@ -175,7 +176,7 @@ def test_layers_are_what_they_were_one_by_one(
     expected = computed(
         layers, calls, positions, *(one if one is None else one.clone() for one in kept)
     )
-    assert layer_fusion.fuse(torch.nn.Sequential(decoder), given, kernel) == 3
+    assert fuse_model(torch.nn.Sequential(decoder), given, kernel) == 3
     assert all(type(one).__name__.endswith(("Run", "Positions", "Attention"))
                for one in layers_of(decoder))  # fmt: skip
     found = computed(layers_of(decoder), calls, positions, hidden, residual)
@@ -207,7 +208,7 @@ def test_what_calls_one_operator_only_is_not_compiled(layers: Any, is_compiled: 
         module.do_not_compile = False
     given = linears(decoder)
     whole = torch.nn.ModuleList([around, elsewhere])
-    assert bool(layer_fusion.fuse(whole, given, StreamingLinear(native))) is not is_compiled
+    assert bool(fuse_model(whole, given, StreamingLinear(native))) is not is_compiled
     assert [one.do_not_compile for one in (decoder, around)] == 2 * [not is_compiled]
     assert not elsewhere.do_not_compile
 

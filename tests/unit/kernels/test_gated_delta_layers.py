@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import decoder_parts  # noqa: E402
-from decoder_parts import Product, bare, class_of, gemma_norm, linears, mlp  # noqa: E402
+from decoder_parts import Product, bare, class_of, fuse_model, gemma_norm, linears, mlp  # noqa: E402
 from group_steps import Threads, sums_of  # noqa: E402
 from linear_steps import CLOSE, STATES, TAPS, expect_rows, expect_states  # noqa: E402
 from native_module import BETWEEN_PRODUCTS, LEVELS, level_of, native, needs_native  # noqa: E402
@@ -30,7 +30,6 @@ from ray_hetero.kernels.formats.base import BLOCK  # noqa: E402
 from ray_hetero.kernels.layers import gated_delta_layers, layer_tokens  # noqa: E402
 from ray_hetero.kernels.layers.kinds import LayerOperator, operator_of  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.offload import layer_fusion  # noqa: E402
 
 current_platform.import_kernels()
 gdn_attention.register_cpu_gdn_attention_ops()
@@ -348,7 +347,7 @@ def test_layers_of_a_model_become_operators(has_experts: bool, context: SimpleNa
     expected = step.made()(positions_of(step), step.hidden, step.residual)
     step.restore(before)
     model = torch.nn.Sequential(step.model)
-    assert layer_fusion.fuse(model, step.linears, StreamingLinear(native)) == 1
+    assert fuse_model(model, step.linears, StreamingLinear(native)) == 1
     (one,) = step.model.layers
     assert type(one).__name__ == "ResidualAttention"
     assert one.mlp is (step.layer.mlp if has_experts else None)
@@ -457,9 +456,7 @@ def test_what_is_not_known_is_left_to_vllm_with_a_line(
     why, change = WRONG[name]
     change(step)
     with caplog.at_level("INFO"):
-        fused = layer_fusion.fuse(
-            torch.nn.Sequential(step.model), step.linears, StreamingLinear(native)
-        )
+        fused = fuse_model(torch.nn.Sequential(step.model), step.linears, StreamingLinear(native))
     assert fused == 0
     assert list(step.model.layers) == [step.layer]
     (line,) = [one.message for one in caplog.records if "operator by operator" in one.message]

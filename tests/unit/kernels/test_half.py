@@ -19,6 +19,7 @@ from decoder_parts import (  # noqa: E402
     attends,
     be_alone,
     computed,
+    fuse_model,
     known_layers,
     layers_of,
     linears,
@@ -46,7 +47,6 @@ from ray_hetero.kernels.formats.scaled import Codes  # noqa: E402
 from ray_hetero.kernels.layers import fusible_layers  # noqa: E402
 from ray_hetero.kernels.linear import quantised_linear, streaming_linear  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.offload import layer_fusion  # noqa: E402
 from ray_hetero.offload.linear_layers import LinearLayers  # noqa: E402
 
 current_platform.import_kernels()
@@ -183,7 +183,7 @@ def test_layers_are_what_vllms_own_are(
     (calls,) = {layer.calls for layer in known_layers(decoder, given, kernel)}
     positions, hidden = torch.arange(tokens), torch.randn(tokens, HIDDEN).half()
     expected = computed(layers, calls, positions, hidden.clone())
-    assert layer_fusion.fuse(torch.nn.Sequential(decoder), given, kernel) == 2
+    assert fuse_model(torch.nn.Sequential(decoder), given, kernel) == 2
     found = computed(layers_of(decoder), calls, positions, hidden)
     apart = (found - expected).norm() / expected.norm()
     assert float(apart) < 2**-8

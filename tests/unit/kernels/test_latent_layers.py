@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import torch.distributed as dist  # noqa: E402
-from decoder_parts import Product, bare, class_of, linears, mlp, parameter, rms_norm  # noqa: E402
+from decoder_parts import Product, bare, class_of, fuse_model, linears, mlp, parameter, rms_norm  # noqa: E402
 from group_steps import Threads, sums_of  # noqa: E402
 from native_module import (  # noqa: E402
     BETWEEN_PRODUCTS,
@@ -53,7 +53,6 @@ from ray_hetero.kernels.layers.kinds import LayerOperator, operator_of  # noqa: 
 from ray_hetero.kernels.layers.latent_heads import LatentShape  # noqa: E402
 from ray_hetero.kernels.linear.quantised_linear import BlockFloats, StreamedBlockFloats  # noqa: E402
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear  # noqa: E402
-from ray_hetero.offload import layer_fusion  # noqa: E402
 
 current_platform.import_kernels()
 pytestmark = needs_native
@@ -744,7 +743,7 @@ def test_layers_of_a_model_become_operators(contexts: dict[str, Any]) -> None:
     expected = step.made()(step.positions, step.hidden, step.residual)
     kernel = StreamingLinear(native)
     model = torch.nn.Sequential(step.model)
-    assert layer_fusion.fuse(model, linears(step.model), kernel) == 1
+    assert fuse_model(model, linears(step.model), kernel) == 1
     (one,) = step.model.layers
     assert type(one).__name__ == "ResidualAttention"
     assert one.mlp is step.layer.mlp
@@ -816,7 +815,7 @@ def test_what_is_not_known_is_left_to_vllm_with_a_line(
     change(step)
     layer = step.layer
     with caplog.at_level("INFO"):
-        fused = layer_fusion.fuse(
+        fused = fuse_model(
             torch.nn.Sequential(step.model), linears(step.model), StreamingLinear(native)
         )
     assert fused == 0

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from decoder_parts import HIDDEN  # noqa: E402
+from decoder_parts import HIDDEN, fuse_model  # noqa: E402
 from embeddings import VOCABULARY, embedding, model_of  # noqa: E402
 from group_steps import GroupSteps  # noqa: E402
 from native_module import needs_native  # noqa: E402
@@ -246,7 +246,7 @@ def test_it_is_where_a_gpu_computes_all_layers(
     if not has_memory:
         monkeypatch.setattr(layer_fusion, "_memory", lambda *given: None)
     kernel = steps.kernel
-    layer_fusion.fuse(torch.nn.Sequential(steps.decoder), steps.linears, kernel)
+    fuse_model(torch.nn.Sequential(steps.decoder), steps.linears, kernel)
     expected = [(kernel, kernel.gpu, steps.decoder)]
     assert asked == expected * has_memory
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from placement.host.bandwidth_cache import KEPT_SECONDS, MEASURE_AGAIN, cached_bandwidth  # noqa: E402
+from placement.host.topology import Gpu, GpuDetails  # noqa: E402
 from ray_hetero.kernels.step_route import StepLimits  # noqa: E402
 from ray_hetero.offload.decode import share_cache  # noqa: E402
 from ray_hetero.offload.decode.share_cache import PREFIX, ShareCache, key_of  # noqa: E402
@@ -213,25 +214,21 @@ def test_the_files_that_are_looked_at_are_there() -> None:
     assert (share_cache.PACKAGE / "offload/decode/shared_decode.py").exists()
 
 
-def test_a_gpu_is_told_by_name_place_link_and_driver(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_is_told_by_name_place_link_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert offload_gpu.gpu_of(torch.device("cpu")) == "GPU cpu"
-    folder = tmp_path / "sys/bus/pci/devices/0000:65:00.0"
-    folder.mkdir(parents=True)
-    (folder / "current_link_width").write_text("16\n")
-    (folder / "max_link_speed").write_text("32.0 GT/s PCIe\n")
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version 580.1\nGCC\n")
     bus = {"pci_domain_id": 0, "pci_bus_id": 0x65, "pci_device_id": 0}
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="H100", **bus)
     )
+    details = GpuDetails(driver="580.1", link_generation=1, link_generation_max=5, link_width=16)
+    there = [
+        Gpu(0, pci_address="0000:17:00.0"),
+        Gpu(1, pci_address="0000:65:00.0", details=details),
+    ]
+    monkeypatch.setattr(offload_gpu, "read_gpus", lambda: there)
     device = torch.device("cuda", 1)
-    assert offload_gpu.gpu_of(device, tmp_path) == (
-        "GPU H100 at 0000:65:00.0 16 32.0 GT/s PCIe driver NVRM version 580.1"
+    assert offload_gpu.gpu_of(device) == (
+        "GPU H100 at 0000:65:00.0 with 16 lanes of generation 5, driver 580.1"
     )
-    bus.clear()
-    assert offload_gpu.gpu_of(device, tmp_path / "none") == (
-        f"GPU H100 number 1 driver for CUDA {torch.version.cuda}"
-    )
+    there.pop()
+    assert offload_gpu.gpu_of(device) == (f"GPU H100 at 0000:65:00.0 for CUDA {torch.version.cuda}")

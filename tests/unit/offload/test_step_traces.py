@@ -10,10 +10,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from native_module import needs_native  # noqa: E402
+from recorded_events import StepTrace  # noqa: E402
 from step_traces import SCRIPTS, TRACES, lines_of  # noqa: E402
 
 from ray_hetero.kernels.step_route import Place, Reason  # noqa: E402
-from ray_hetero.kernels.step_trace import Event, StepTrace, followed, note  # noqa: E402
+from ray_hetero.kernels.step_trace import Event, followed, note  # noqa: E402
 
 pytestmark = [needs_native, pytest.mark.usefixtures("one_thread")]
 
