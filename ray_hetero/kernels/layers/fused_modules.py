@@ -5,8 +5,8 @@ The first layer of a fused run computes all of it, the others hand on what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,27 +16,9 @@ from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.post_attention import Results, results_like
 from ray_hetero.kernels.layers.structures import Calls
 
-
-class FusedLayers(Protocol):
-    """Layers that are computed as one operator, maybe up to an MLP or experts."""
-
-    def __call__(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> Results:
-        """Compute the layers.
-
-        Args:
-            positions: [M].
-            hidden: [M, N], bf16.
-            residual: [M, N], bf16; None at the beginning of a model.
-
-        Returns:
-            [M, N], which is still to be added to the residual or the input of what comes behind,
-            and the new residual [M, N].
-
-        """
-
-
+FusedLayers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Results]
+"""Layers that are computed as one operator, maybe up to an MLP or experts; called as
+`DecoderLayers` and `LayerOperator` are."""
 _library = torch.library.Library("ray_hetero", "FRAGMENT")
 _layers: list[FusedLayers] = []
 """Layers of this process, by the number that the operator is called with."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -118,8 +119,11 @@ class ColumnMemory:
         return bool(now % 2)
 
 
-class ColumnChannel:
+class ColumnChannel(ABC):
     """Channel by which native decode steps receive the last columns of a rank's MLPs.
+
+    The GPU that computes them is this rank's (mlp_columns.py), or that of the first rank of its
+    group.
 
     Args:
         layers: of a step.
@@ -148,6 +152,54 @@ class ColumnChannel:
         """Steps up to now."""
 
     @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Most tokens of a step; on all ranks of a group the same."""
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """The GPU and what it has room for; empty on the other ranks of a group."""
+
+    @abstractmethod
+    def of_step(self, tokens: int, kept: CpuBlocks) -> AbstractContextManager[None]:
+        """Let the GPU compute its part of a step while the cores compute theirs within this.
+
+        Args:
+            tokens: of the step.
+            kept: blocks that the cores of each rank compute.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.
+            RuntimeError: what else CUDA says; in other ranks, that the first one has failed.
+            TimeoutError: ordering the GPU's work takes too long.
+
+        """
+
+    @abstractmethod
+    def fetch(self, tokens: int, kept: CpuBlocks, *, is_ahead: bool = False) -> float:
+        """Prefetch weights of a step; arguments are those of `of_step`.
+
+        Args:
+            tokens: of the step.
+            kept: blocks that the cores of each rank compute.
+            is_ahead: whether the step, to which other ranks come, learns that memory has run out.
+
+        Returns:
+            Seconds until they are there; 0 also where `of_step` has them come itself, and in other
+            ranks than the first one, which fetches.
+
+        Raises:
+            RuntimeError: what CUDA says.
+            TimeoutError: ordering the GPU's work takes too long.
+
+        """
+
+    @abstractmethod
+    def prepare(self, tokens: int, kept: CpuBlocks) -> None:
+        """Capture graphs of steps like the last one; arguments and errors are those of `fetch`."""
+
+    @property
     def blocks(self) -> int:
         """Blocks of 32 columns of a rank's MLP, of which its cores compute some, and not all."""
         return self._inner // BLOCK
@@ -174,7 +226,7 @@ class ColumnChannel:
         """Decide whether the GPU has a part of the next step, as the first rank of a group says.
 
         Args:
-            takes_part: whether it is to have one.
+            takes_part: whether it is to have one; without a group that decides.
 
         """
         return takes_part
@@ -205,17 +257,23 @@ class MlpColumnClient(ColumnChannel):
 
     """
 
-    about = ""
-    """The first rank has the GPU."""
-
     def __init__(
         self, layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, tokens: int
     ) -> None:
-        self.tokens = min(SHARED_TOKENS, tokens)
-        """Most tokens of a step that is shared."""
+        self._tokens = min(SHARED_TOKENS, tokens)
         parts = layers[0].parts
         inputs = torch.empty(SHARED_TOKENS * parts.norm.weight.shape[0], dtype=torch.bfloat16)
         super().__init__(len(layers), inner_of(parts), kernel, memory, inputs)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a step that is shared."""
+        return self._tokens
+
+    @property
+    def about(self) -> str:
+        """Empty: the first rank has the GPU."""
+        return ""
 
     def prepare(self, tokens: int, kept: CpuBlocks) -> None:
         """Do nothing: the first rank has the GPU's work ordered."""
@@ -250,17 +308,7 @@ class MlpColumnClient(ColumnChannel):
 
     @contextmanager
     def of_step(self, tokens: int, kept: CpuBlocks) -> Iterator[None]:
-        """Take the GPU's columns of a step that the cores compute within this.
-
-        Args:
-            tokens: of the step.
-            kept: blocks that the cores of each rank compute.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU's memory has run out, on all ranks.
-            RuntimeError: something else has failed in the first rank, or is late.
-
-        """
+        """Take the GPU's columns of a step that the cores compute within this."""
         first = self.begin()
         try:
             yield
@@ -272,45 +320,7 @@ class MlpColumnClient(ColumnChannel):
             self.end(first)
 
 
-class Columns(Protocol):
-    """The last columns of MLPs on a GPU, of this rank or of the first of its group."""
-
-    native: Any
-    """`ColumnShare` of the native module."""
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens of a step; on all ranks of a group the same."""
-
-    @property
-    def about(self) -> str:
-        """The GPU and what it has room for; empty on the other ranks of a group."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 32 columns of this rank's MLP, of which its cores compute some, and not all."""
-
-    @property
-    def output_blocks(self) -> int:
-        """Blocks of 32 outputs of the MLP, of which its cores may compute some; 0 if only all."""
-
-    def of_step(self, tokens: int, kept: CpuBlocks) -> AbstractContextManager[None]:
-        """Compute the other blocks of a step of so many tokens, whose cores compute `kept`."""
-
-    def fetch(self, tokens: int, kept: CpuBlocks, *, is_ahead: bool = False) -> float:
-        """Prefetch weights; returns seconds until they are there. Arguments are those of `of_step`.
-
-        Ahead of the step it is left to that to learn that the GPU's memory has run out.
-        """
-
-    def agreed(self, *, takes_part: bool) -> bool:
-        """Decide whether the GPU has a part of the next step; the same on all ranks of a group."""
-
-    def prepare(self, tokens: int, kept: CpuBlocks) -> None:
-        """Capture graphs of steps like the last one, so that the next is like later ones."""
-
-
-MakeColumns = Callable[[int], Columns | None]
+MakeColumns = Callable[[int], ColumnChannel | None]
 """Makes what computes columns of the first layers of a run, by their number; None where nothing
 can.  The same on all ranks of a group."""
 

@@ -133,18 +133,7 @@ class MlpColumnOffload(ColumnChannel):
 
     @contextmanager
     def of_step(self, tokens: int, kept: CpuBlocks) -> Iterator[None]:
-        """Submit the GPU's part of a step; the cores compute theirs within this context.
-
-        Args:
-            tokens: of the step.
-            kept: blocks that the cores compute.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU's memory has run out.
-            RuntimeError: what else CUDA says.
-            TimeoutError: ordering the GPU's work takes too long.
-
-        """
+        """Submit the GPU's part of a step; the cores compute theirs within this context."""
         kind = StepKind(self._size(tokens), kept, self.begin())
         self.native.room = kind.tokens
         ordered = self._submitted(kind)
@@ -158,19 +147,6 @@ class MlpColumnOffload(ColumnChannel):
 
         Not before there is a graph of such steps, which says where they stay; and not where decode
         steps of another kind have had their place, as those of other layers have in every step.
-
-        Args:
-            tokens: of the step.
-            kept: blocks that the cores compute.
-            is_ahead: whether the step, to which other ranks come, learns that memory has run out.
-
-        Returns:
-            Seconds until they are there; 0 also where `of_step` has them come itself.
-
-        Raises:
-            RuntimeError: what CUDA says.
-            TimeoutError: ordering the GPU's work takes too long.
-
         """
         kind = StepKind(self._size(tokens), kept, self.first)
         if not self.graphs.has(kind):
@@ -199,13 +175,7 @@ class MlpColumnOffload(ColumnChannel):
         self._gpu.reader.keep(step.order, step.pieces, partial(self._idle, step))
 
     def prepare(self, tokens: int, kept: CpuBlocks) -> None:
-        """Capture graphs of all steps like the last one; arguments as of `of_step`.
-
-        Raises:
-            RuntimeError: what CUDA says.
-            TimeoutError: ordering the GPU's work takes too long.
-
-        """
+        """Capture graphs of all steps like the last one."""
         size = self._size(tokens)
         kinds = [StepKind(size, kept, phase * PHASE) for phase in range(PHASES)]
         self._gpu.order(lambda: self._capture(kinds)).result(timeout=LIMIT_S)

@@ -34,7 +34,7 @@ from ray_hetero.offload.decode.share_choice import MOST_PARTS, Share, Shares
 if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-    from ray_hetero.offload.decode.column_channel import Columns
+    from ray_hetero.offload.decode.column_channel import ColumnChannel
 
 PREFIX = "decode shares, "
 """Beginning of the keys of these figures."""
@@ -127,7 +127,9 @@ def _is_share(row: Any) -> bool:
     )
 
 
-def key_of(layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns, place: str) -> str:
+def key_of(
+    layers: Sequence[Layer], kernel: StreamingLinear, columns: ColumnChannel, place: str
+) -> str:
     """Key of these shares in the file of kept figures.
 
     Args:

@@ -34,7 +34,7 @@ from ray_hetero.kernels.linear.rank_sums import meeting
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_trace import Event
 from ray_hetero.log import logger
-from ray_hetero.offload.decode.column_channel import Columns, MakeColumns
+from ray_hetero.offload.decode.column_channel import ColumnChannel, MakeColumns
 from ray_hetero.offload.decode.share_cache import Agree, ShareCache, key_of
 from ray_hetero.offload.decode.share_choice import (
     COLUMN_PARTS,
@@ -127,7 +127,11 @@ class SharedDecode:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns, shares: Shares
+        self,
+        layers: Sequence[Layer],
+        kernel: StreamingLinear,
+        columns: ColumnChannel,
+        shares: Shares,
     ) -> None:
         self._kernel = kernel
         self._columns = columns
@@ -276,7 +280,9 @@ def shares_of(
     return found
 
 
-def step_seconds(layers: Sequence[Layer], kernel: StreamingLinear, columns: Columns) -> Seconds:
+def step_seconds(
+    layers: Sequence[Layer], kernel: StreamingLinear, columns: ColumnChannel
+) -> Seconds:
     """Make what measures a step of these layers, each request of one token.
 
     Steps follow one another with a pause, in which weights come over the link as far as they do

@@ -24,8 +24,8 @@ from ray_hetero.kernels.linear.rank_sums import RankSums, gathering
 from ray_hetero.log import logger
 from ray_hetero.offload.decode import shared_decode
 from ray_hetero.offload.decode.column_channel import (
+    ColumnChannel,
     ColumnMemory,
-    Columns,
     MakeColumns,
     MlpColumnClient,
     no_columns,
@@ -154,7 +154,7 @@ def _columns(
 
 def _from_gpu(
     layers: Sequence[Layer], kernel: StreamingLinear, memory: ColumnMemory, tokens: int, count: int
-) -> Columns | None:
+) -> ColumnChannel | None:
     return MlpColumnClient(layers[:count], kernel, memory, tokens) if are_alike(layers) else None
 
 
