@@ -139,5 +139,6 @@ class SharesDecode(Protocol):
             torch.OutOfMemoryError: the GPU's memory has run out; in a group on all ranks.
             RuntimeError: what else CUDA says.
             TimeoutError: submitting the GPU's work takes too long.
+            torch.distributed.DistError: another rank of the group has ended, or is late.
 
         """

@@ -155,24 +155,7 @@ class SharedDecode:
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute a decode step.
-
-        Args:
-            requests: as of `NativeLayers.run`.
-            caches: of each layer.
-            hidden: [M, N], bf16, contiguous; as many tokens as a step `has` a share of.
-            residual: [M, N], bf16, contiguous; None at the beginning of a model.
-
-        Returns:
-            [M, N], which is still to be added to the residual, and it.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU's memory has run out; in a group on all ranks.
-            RuntimeError: what else CUDA says.
-            TimeoutError: ordering the GPU's work takes too long.
-            torch.distributed.DistError: another rank of the group has ended, or is late.
-
-        """
+        """Compute a decode step that `has` a share, as `SharesDecode` says."""
         tokens = len(hidden)
         share = self._steady.take(self.shares.of(tokens))
         takes_part = self._columns.agreed(takes_part=self._fetch(tokens, share))

@@ -243,26 +243,10 @@ class GpuLayers:
         meanwhile: Callable[[], None],
         output: StageOutput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the layers as `DecoderLayers` does, for some rows of a step.
+        """Compute the layers for some rows of a step, as `LayersOnGpu` says.
 
-        Args:
-            positions: [M], int64.
-            hidden: [M, N], bf16.
-            residual: [M, N], bf16; None at the beginning of a model.
-            rows: which of them are computed here.
-            caches: None leaves no keys and values anywhere, for runs that are not requests'.
-            meanwhile: called while the GPU computes.
-            output: where results stay on the GPU, of a step of M tokens; what is returned is on
-                its way there then, and where its message goes ahead, keys and values may be too
-                until `finish`.
-
-        Returns:
-            [rows, N], which is still to be added to the residual, and it.
-
-        Raises:
-            RuntimeError: what CUDA says; the GPU's memory may have run out.
-            TimeoutError: the GPU, or the cache, takes too long.
-
+        With an output, what is returned is on its way there; where its message goes ahead, keys and
+        values may be on theirs too until `finish`.
         """
         gpu = self.gpu
         gpu.begin(len(positions))
@@ -282,13 +266,7 @@ class GpuLayers:
         return x, total
 
     def finish(self) -> None:
-        """Write what has not been written of keys and values of the last step.
-
-        Raises:
-            RuntimeError: what CUDA says.
-            TimeoutError: the GPU takes too long.
-
-        """
+        """Write what has not been written of keys and values of the last step."""
         for _ in self._writing:
             pass
         self.is_written = True

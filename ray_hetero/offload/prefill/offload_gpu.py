@@ -253,17 +253,7 @@ class OffloadGpu(SubmissionThread):
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """y = x · Wᵀ + bias.
-
-        Args:
-            x: [M, K], bf16, in host memory.
-            packed: `HostWeight.data` of W [N, K], one that `suits`.
-            bias: [N], float32.
-
-        Returns:
-            [M, N], bf16, in host memory.
-
-        """
+        """y = x · Wᵀ + bias, as `ManyTokens` says."""
         self.begin(len(x))
         with current(self._computing):
             y = self._multiply(self.memory.sent_alone(x), packed, bias)

@@ -355,15 +355,7 @@ class StageOutput:
     def put(
         self, tokens: int, rows: torch.Tensor | slice, x: torch.Tensor, total: torch.Tensor
     ) -> None:
-        """Put some rows here, behind what the GPU is computing.
-
-        Args:
-            tokens: of the step.
-            rows: which of them.
-            x: [rows, N], bf16, on the GPU or the host.
-            total: the same of the residual.
-
-        """
+        """Put some rows here, behind what the GPU is computing, as `StageRows` says."""
         with current(self._gpu.computing):
             if self._words is not None:
                 # The receiving rank has read the step before.
@@ -374,14 +366,9 @@ class StageOutput:
     def finish(
         self, hidden: torch.Tensor, behind: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Placeholder tensors for the rows, which stay on the GPU.
+        """Placeholder tensors for the rows, which stay on the GPU, as `StageRows` says.
 
         Waits for them, or has the word written when they are there.
-
-        Args:
-            hidden: the step's input, of the same shape.
-            behind: does what is left of the step behind its message.
-
         """
         self._behind = behind
         if self._words is None:
