@@ -12,7 +12,7 @@ import torch
 from dequantised import weight_of
 from safetensors.torch import load_file, save_file
 
-from ray_hetero.cli.demo import mxfp4
+from ray_hetero.cli.demo import micro_floats
 from ray_hetero.cli.demo.model import ARCHITECTURES, SLIDING_WINDOW, DemoShape, write_demo_model
 
 EXPERTS = 4
@@ -58,9 +58,10 @@ def write_gpt_oss(directory: Path, shape: DemoShape) -> tuple[Path, Path]:
             stored[name] = weights
             continue
         # [experts, inputs, outputs]
-        parts = [mxfp4.tensors(weight.t().float().contiguous(), 0) for weight in weights]
+        outputs = [weight.t().float().contiguous() for weight in weights]
+        parts = [micro_floats.mxfp4_tensors(weight, 0) for weight in outputs]
         blocks = torch.stack([part["weight_packed"] for part in parts])
-        stored[f"{name}_blocks"] = blocks.unflatten(-1, (-1, mxfp4.GROUP // 2))
+        stored[f"{name}_blocks"] = blocks.unflatten(-1, (-1, micro_floats.GROUP // 2))
         stored[f"{name}_scales"] = torch.stack([part["weight_scale"] for part in parts])
         rounded = [weight_of(part, SCHEME).t().to(torch.bfloat16) for part in parts]
         state[name] = torch.stack(rounded).contiguous()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ray_hetero.cli.demo.compressed_tensors import compressed_tensors
+
 LARGEST = 448.0
 """Largest value of E4M3."""
 BYTE = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -36,30 +38,12 @@ def block_tensors(weight: Any, group: int) -> dict[str, Any]:
     return {"weight": stored, "weight_scale_inv": scale[:, 0, :, 0]}
 
 
-def channel_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
+def channel_scheme(
+    group: int, ignored: Sequence[str], *, has_activations: bool = True
+) -> dict[str, Any]:
     """`quantization_config` of a checkpoint with a scale an output; there are no groups."""
-    return _channel_scheme(ignored, {**BYTE, "strategy": "token", "dynamic": True})
-
-
-def weight_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of the same checkpoint with activations as they are (W8A16)."""
-    return _channel_scheme(ignored, None)
-
-
-def _channel_scheme(ignored: Sequence[str], activations: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": list(ignored),
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**BYTE, "strategy": "channel", "dynamic": False},
-                "input_activations": activations,
-            }
-        },
-    }
+    tokens = {**BYTE, "strategy": "token", "dynamic": True} if has_activations else None
+    return compressed_tensors("float-quantized", ignored, {**BYTE, "strategy": "channel"}, tokens)
 
 
 def channel_tensors(weight: Any, group: int) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ray_hetero.cli.demo import awq, fp8, gptq, int8, mxfp4, mxfp8, nvfp4, w4a16
+from ray_hetero.cli.demo import fp8, integers, micro_floats
 
 UNQUANTISED = ("lm_head",)
 """Linear layers that stay as they are, as in most checkpoints."""
@@ -35,20 +36,25 @@ class Stored:
 
 
 FORMATS = {
-    "int8": Stored(int8.scheme, int8.tensors),
-    "w8a16": Stored(w4a16.scheme_of_bytes, w4a16.tensors_of_bytes),
+    "int8": Stored(integers.bytes_scheme, integers.bytes_tensors),
+    "w8a16": Stored(
+        partial(integers.packed_scheme, bits=8), partial(integers.packed_tensors, bits=8)
+    ),
     "fp8": Stored(fp8.block_scheme, fp8.block_tensors),
     "fp8-channel": Stored(fp8.channel_scheme, fp8.channel_tensors),
     "fp8-tensor": Stored(fp8.tensor_scheme, fp8.tensor_tensors),
-    "fp8-weight": Stored(fp8.weight_scheme, fp8.channel_tensors),
-    "w4a16": Stored(w4a16.scheme, w4a16.tensors),
-    "w4a16-zeros": Stored(w4a16.scheme_with_zeros, w4a16.tensors_with_zeros),
-    "gptq": Stored(gptq.scheme, gptq.tensors),
-    "awq": Stored(awq.scheme, awq.tensors),
-    "mxfp4": Stored(mxfp4.scheme, mxfp4.tensors),
-    "mxfp8": Stored(mxfp8.scheme, mxfp8.tensors),
-    "nvfp4": Stored(nvfp4.scheme, nvfp4.tensors),
-    "nvfp4-modelopt": Stored(nvfp4.modelopt_scheme, nvfp4.modelopt_tensors),
+    "fp8-weight": Stored(partial(fp8.channel_scheme, has_activations=False), fp8.channel_tensors),
+    "w4a16": Stored(integers.packed_scheme, integers.packed_tensors),
+    "w4a16-zeros": Stored(
+        partial(integers.packed_scheme, has_zeros=True),
+        partial(integers.packed_tensors, has_zeros=True),
+    ),
+    "gptq": Stored(integers.gptq_scheme, integers.gptq_tensors),
+    "awq": Stored(integers.awq_scheme, integers.awq_tensors),
+    "mxfp4": Stored(micro_floats.mxfp4_scheme, micro_floats.mxfp4_tensors),
+    "mxfp8": Stored(micro_floats.mxfp8_scheme, micro_floats.mxfp8_tensors),
+    "nvfp4": Stored(micro_floats.nvfp4_scheme, micro_floats.nvfp4_tensors),
+    "nvfp4-modelopt": Stored(micro_floats.modelopt_scheme, micro_floats.modelopt_tensors),
 }
 """Formats by the name that `--stored` takes."""
 
