@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -175,25 +176,17 @@ class ExpertMeeting:
                 return number, connection
 
 
-class naming:  # noqa: N801
+@contextmanager
+def naming(who: str, limit_s: float) -> Iterator[None]:
     """Errors of a socket, told of the rank at its other end."""
-
-    def __init__(self, who: str, limit_s: float) -> None:
-        self._who = who
-        self._limit_s = limit_s
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TimeoutError):
-            raise StartupError(
-                f"{self._who} did not connect in {self._limit_s:g} s ({LIMIT})"
-            ) from None
-        if isinstance(error, OSError):
-            raise StartupError(f"{self._who} has closed the connection ({error})") from None
-        if isinstance(error, MALFORMED):
-            raise AgreementError(f"{self._who} {unlike(error)}") from None
+    try:
+        yield
+    except TimeoutError:
+        raise StartupError(f"{who} did not connect in {limit_s:g} s ({LIMIT})") from None
+    except OSError as error:
+        raise StartupError(f"{who} has closed the connection ({error})") from None
+    except MALFORMED as error:
+        raise AgreementError(f"{who} {unlike(error)}") from None
 
 
 def reach(

@@ -20,17 +20,6 @@ from ray_hetero.runtime.gpu_memory import lock_pages
 from ray_hetero.runtime.stream_words import Driver, operations, waiting, writing
 
 
-def mapped(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Locked memory of the host as a tensor of a GPU, which reads and writes it over its link.
-
-    Args:
-        memory: uint8, [bytes]; its pages are locked, and it outlives what is returned.
-        device: the GPU.
-
-    """
-    return gpu_memory.seen(memory.data_ptr(), memory.nbytes, device)
-
-
 class GpuSignals:
     """Requests and answers of a stage that computes on the current GPU.
 
@@ -78,8 +67,9 @@ class GpuSignals:
         self._rows = torch.arange(memory.geometry.capacity, device=device).unsqueeze(1)
         self._is_token = torch.ones_like(self._rows, dtype=torch.bool)
         self._none = torch.tensor(-1, dtype=torch.int32, device=device)
-        parts = mapped(memory.memory, device).split(memory.geometry.sizes)
         base = memory.memory.data_ptr()
+        seen = gpu_memory.seen(base, memory.memory.nbytes, device)
+        parts = seen.split(memory.geometry.sizes)
         at = native().Sender.mark_address(base, ranks) - base
         self._mark = parts[0][at : at + 4].view(torch.int32)
         return tuple(parts)

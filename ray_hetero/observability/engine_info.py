@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from placement.plan.plan import Plan
 from ray_hetero.names import actor_name
 
 if TYPE_CHECKING:
+    from placement.cluster.assignment import Seat
     from placement.model.shape import ModelShape
     from ray_hetero.planning.planned_layers import LayerPlan
 
@@ -74,26 +76,17 @@ def info_of(
         metrics_path: where the server reads the figures of the ranks.
 
     """
-    world = plan.world
+    world, first_layers = plan.world, [0, *accumulate(plan.world.layers)]
     ranks = []
     for seat in world.seats:
-        forecast = plan.forecast(seat.rank)
-        ranks.append(
-            RankInfo(
-                rank=seat.rank,
-                stage=seat.stage,
-                tensor_rank=seat.tensor_rank,
-                kind=seat.kind,
-                node=seat.node_name,
-                device=seat.device,
-                threads=plan.threads.get(seat.rank, ()),
-                first_layer=sum(world.layers[: seat.stage]),
-                layers=world.layers[seat.stage],
-                actor=actor_name(instance_id, seat),
-                predicted_ms=None if forecast is None else 1000 * forecast.step_s,
-            )
-        )
-    ranks += _expert_ranks(instance_id, plan)
+        forecast, layers = plan.forecast(seat.rank), world.layers[seat.stage]
+        held = range(first_layers[seat.stage], first_layers[seat.stage] + layers)
+        step_s = None if forecast is None else forecast.step_s
+        ranks.append(_rank(instance_id, plan, seat, seat.stage, held, step_s))
+    remote = remote_layers(sum(world.layers), world.expert_layers)
+    ranks += [
+        _rank(instance_id, plan, seat, None, remote, plan.expert_step_s) for seat in world.experts
+    ]
     return EngineInfo(
         engine=instance_id,
         model=model,
@@ -105,25 +98,24 @@ def info_of(
     )
 
 
-def _expert_ranks(instance_id: str, plan: LayerPlan) -> list[RankInfo]:
-    world, step_s = plan.world, plan.expert_step_s
-    remote = remote_layers(sum(world.layers), world.expert_layers)
-    return [
-        RankInfo(
-            rank=seat.rank,
-            stage=None,
-            tensor_rank=seat.tensor_rank,
-            kind="experts",
-            node=seat.node_name,
-            device=seat.device,
-            threads=plan.threads.get(seat.rank, ()),
-            first_layer=remote.start,
-            layers=len(remote),
-            actor=actor_name(instance_id, seat),
-            predicted_ms=None if step_s is None else 1000 * step_s,
-        )
-        for seat in world.experts
-    ]
+def _rank(
+    instance_id: str, plan: LayerPlan, seat: Seat, stage: int | None, layers: range,
+    step_s: float | None,
+) -> RankInfo:  # fmt: skip
+    """Describe a rank; of an expert rank the layers are those whose experts it holds."""
+    return RankInfo(
+        rank=seat.rank,
+        stage=stage,
+        tensor_rank=seat.tensor_rank,
+        kind="experts" if stage is None else seat.kind,
+        node=seat.node_name,
+        device=seat.device,
+        threads=plan.threads.get(seat.rank, ()),
+        first_layer=layers.start,
+        layers=len(layers),
+        actor=actor_name(instance_id, seat),
+        predicted_ms=None if step_s is None else 1000 * step_s,
+    )
 
 
 def _picture(model: str, plan: LayerPlan, shape: ModelShape | None) -> str:

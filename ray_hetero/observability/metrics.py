@@ -46,55 +46,52 @@ class Figure:
 
     field: str
     """Name of the sum in StepTotals."""
-    name: str
     help: str
+    metric: str = ""
+    """Name of the metric; empty where it is that of the sum."""
     reason: str = ""
     """Value of the label `REASON`; empty for sums without this label."""
 
+    @property
+    def name(self) -> str:
+        """Name of the metric."""
+        return self.metric or self.field
+
 
 FIGURES = (
-    Figure("steps", "steps", "Steps that the rank has run."),
-    Figure("tokens", "tokens", "Tokens in these steps."),
-    Figure("busy_s", "busy_seconds", "Time of computing."),
+    Figure("steps", "Steps that the rank has run."),
+    Figure("tokens", "Tokens in these steps."),
+    Figure("busy_s", "Time of computing.", "busy_seconds"),
     Figure(
         "waiting_s",
-        "waiting_seconds",
         "Time of waiting for the previous stage to compute, of a first stage for tokens of the "
         "step before; of an expert rank, for the next layer.",
+        "waiting_seconds",
     ),
-    Figure("exchange_s", "exchange_seconds", "Time of sending and receiving between stages."),
-    Figure("received_bytes", "received_bytes", "Bytes received from the previous stage."),
-    Figure("sent_bytes", "sent_bytes", "Bytes sent to the next stage."),
+    Figure("exchange_s", "Time of sending and receiving between stages.", "exchange_seconds"),
+    Figure("received_bytes", "Bytes received from the previous stage."),
+    Figure("sent_bytes", "Bytes sent to the next stage."),
     Figure(
-        "native_layer_tokens",
         "native_layer_tokens",
         "Tokens times decoder layers, computed by native calls on a CPU rank's cores.",
     ),
+    Figure("gpu_layer_tokens", "Tokens times decoder layers, computed by a GPU for a CPU rank."),
     Figure(
-        "gpu_layer_tokens",
-        "gpu_layer_tokens",
-        "Tokens times decoder layers, computed by a GPU for a CPU rank.",
-    ),
-    Figure(
-        "operator_layer_tokens",
         "operator_layer_tokens",
         "Tokens times decoder layers, computed operator by operator on a CPU rank.",
     ),
-    Figure("expert_layers", "expert_layers", "Layers whose experts an expert rank has computed."),
-    Figure("experts_read", "experts_read", "Experts that these have read, each once a layer."),
+    Figure("expert_layers", "Layers whose experts an expert rank has computed."),
+    Figure("experts_read", "Experts that these have read, each once a layer."),
     Figure(
-        "expert_layer_tokens",
         "expert_layer_tokens",
         "Tokens times layers of experts, all or some of which an expert rank's cores computed.",
     ),
     Figure(
         "slot_experts",
-        "slot_experts",
         "Experts that an expert rank has read in steps of few tokens, for which slots are counted.",
     ),
     *(
         Figure(
-            f"slot_hits_{percent}",
             f"slot_hits_{percent}",
             f"Part of these that slots for {percent} % of each layer's experts would have held.",
         )
@@ -103,23 +100,21 @@ FIGURES = (
     *(
         Figure(
             f"slot_copies_{percent}",
-            f"slot_copies_{percent}",
             f"Experts that would have been copied into slots for {percent} % of them.",
         )
         for percent in PERCENTS
     ),
-    Figure("slot_held", "slot_held", "Part of these experts that a GPU computed from its slots."),
-    Figure("slot_copied", "slot_copied", "Experts that a GPU has copied into its slots."),
+    Figure("slot_held", "Part of these experts that a GPU computed from its slots."),
+    Figure("slot_copied", "Experts that a GPU has copied into its slots."),
     Figure(
-        "linked_expert_tokens",
         "linked_expert_tokens",
         "Tokens times layers of experts, all or some of which a GPU read over its link.",
     ),
     *(
         Figure(
             f"{reason}_steps",
-            "routed_steps",
             "Steps of a CPU rank, by the reason for which they were computed where they were.",
+            "routed_steps",
             str(reason),
         )
         for reason in Reason

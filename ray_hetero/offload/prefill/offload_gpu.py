@@ -286,15 +286,7 @@ class OffloadGpu(SubmissionThread):
 
     def wait(self) -> None:
         """Wait for all that was ordered on the stream of products."""
-        self.mark()
-        self.wait_for_mark()
-
-    def mark(self) -> None:
-        """Mark what was ordered on the stream of products up to now."""
         self._done.record(self._computing)
-
-    def wait_for_mark(self) -> None:
-        """Wait for what was marked last."""
         self._done.synchronize()
 
     def begin(self, tokens: int) -> None:
