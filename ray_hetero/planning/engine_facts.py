@@ -110,25 +110,15 @@ def facts_of_checkpoint(
         drafter: of speculative decoding.
 
     """
-    defaults = server_defaults(nodes)
     return EngineFacts(
         shape=shape,
         why_no_shape="",
         hidden_layers=len(shape.layers),
         max_model_len=max_model_len or own_length(config) or DEFAULT_LENGTH,
-        max_num_seqs=max_num_seqs or defaults.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens or defaults.max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
-        per_rank=frozenset(
-            name
-            for name, given in (
-                ("max_num_seqs", max_num_seqs),
-                ("max_num_batched_tokens", max_num_batched_tokens),
-            )
-            if defaults.are_per_rank and given is None
-        ),
         is_bf16=dtype_of_config(config, dtype) == BFLOAT16,
         drafter=drafter,
+        **server_defaults(nodes).limits(max_num_seqs, max_num_batched_tokens),
     )
 
 
@@ -144,23 +134,16 @@ def facts_of_model(
     """The same before vLLM has built its configuration: what it has of the model, and defaults."""
     layers = model.get_total_num_hidden_layers()
     shape, why = _shape(model, str(engine_args.kv_cache_dtype), layers)
-    asked = {
-        name: getattr(engine_args, name) for name in ("max_num_seqs", "max_num_batched_tokens")
-    }
     return EngineFacts(
         shape=shape,
         why_no_shape=why,
         hidden_layers=layers,
         max_model_len=model.max_model_len,
-        max_num_seqs=asked["max_num_seqs"] or defaults.max_num_seqs,
-        max_num_batched_tokens=asked["max_num_batched_tokens"] or defaults.max_num_batched_tokens,
         gpu_memory_utilization=engine_args.gpu_memory_utilization,
         is_eager=bool(model.enforce_eager),
         is_bf16=str(model.dtype) == "torch.bfloat16",
-        per_rank=frozenset(
-            name for name, given in asked.items() if defaults.are_per_rank and not given
-        ),
         drafter=drafter_asked(engine_args, shape),
+        **defaults.limits(engine_args.max_num_seqs, engine_args.max_num_batched_tokens),
     )
 
 
@@ -171,6 +154,13 @@ class ServerDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     are_per_rank: bool = False
+
+    def limits(self, sequences: int | None, tokens: int | None) -> dict[str, Any]:
+        """Fields of `EngineFacts` for limits that were asked for, or not."""
+        asked = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        per_rank = [name for name, given in asked.items() if self.are_per_rank and not given]
+        found = {name: given or getattr(self, name) for name, given in asked.items()}
+        return {**found, "per_rank": frozenset(per_rank)}
 
 
 def server_defaults(nodes: Sequence[Node]) -> ServerDefaults:
