@@ -23,7 +23,7 @@ import torch
 from placement.given import shown
 from ray_hetero.distributed.expert_memory import Geometry, HandoverMemory, RemoteLayer
 from ray_hetero.errors import AgreementError, StartupError
-from ray_hetero.runtime.unix_sockets import MALFORMED, NOTE, unlike, user_of
+from ray_hetero.runtime.unix_sockets import MALFORMED, NOTE, accepted, unix_socket, unlike, user_of
 
 POLL_SECONDS = 0.05
 """Interval at which an expert rank looks whether somebody listens already, in seconds."""
@@ -68,7 +68,7 @@ class ExpertMeeting:
     """
 
     def __init__(self, meeting: str, stage: int, rank: int = 0) -> None:
-        self._listener = _socket()
+        self._listener = unix_socket(0)
         self._listener.bind(address_of(meeting, stage, rank))
         self._listener.listen()
 
@@ -160,20 +160,16 @@ class ExpertMeeting:
         self, names: Sequence[str], there: Collection[int], deadline: float, limit_s: float
     ) -> tuple[int, socket.socket]:
         """The next expert rank of this user that connects: its number, and the connection."""
-        while True:
-            missing = {number: name for number, name in enumerate(names) if number not in there}
-            with naming(" and ".join(missing.values()), limit_s):
-                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-                connection = self._listener.accept()[0]
-                if user_of(connection) != os.getuid():
-                    connection.close()
-                    continue
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (said := connection.recv(MOST_BYTES)):
-                    raise ConnectionResetError("end")
-                if (number := int(said)) not in missing:
-                    raise ValueError(f"expected one of the numbers {list(missing)}, got {number}")
-                return number, connection
+        missing = {number: name for number, name in enumerate(names) if number not in there}
+        with naming(" and ".join(missing.values()), limit_s):
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            connection = accepted(self._listener)
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            if not (said := connection.recv(MOST_BYTES)):
+                raise ConnectionResetError("end")
+            if (number := int(said)) not in missing:
+                raise ValueError(f"expected one of the numbers {list(missing)}, got {number}")
+            return number, connection
 
 
 @contextmanager
@@ -246,7 +242,7 @@ def reach_reader(meeting: str, stage: int, rank: int, number: int, limit_s: floa
 def _connected(address: bytes, who: str, number: int, limit_s: float) -> socket.socket:
     """A connection to a process of this user, which was told the number of this expert rank."""
     deadline = time.monotonic() + limit_s
-    connection = _socket()
+    connection = unix_socket(limit_s)
     while True:
         try:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -294,7 +290,3 @@ def is_ready(reached: Reached) -> None:
     """
     with naming("the rank that hands tokens over", 0):
         reached.connection.send(NOTE)
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

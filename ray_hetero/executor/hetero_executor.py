@@ -30,6 +30,7 @@ from ray_hetero.compat.engine.engine_args import spec_of
 from ray_hetero.compat.worker import layer_partition
 from ray_hetero.compat.worker.parallel_config import set_parallel_sizes
 from ray_hetero.errors import RayHeteroError
+from ray_hetero.executor import kv_room
 from ray_hetero.executor.actors import RankActors, refuse_dead_nodes
 from ray_hetero.executor.engine_plan import EnginePlan, EnginePlanner
 from ray_hetero.executor.kv_shares import KvShares
@@ -299,7 +300,8 @@ class HeteroExecutor(GuardedExecutor):
             next(value for value in values[seat.rank].values() if value is not None)
             for seat in self.world.seats
         ]
-        for line in self._kv_shares.shortages(available, self._plan.layers, self.vllm_config):
+        specs, layers = self._kv_shares.specs, self._plan.layers
+        for line in kv_room.shortages(available, specs, layers, self.vllm_config):
             logger.error(line)
         return self._kv_shares.common_bytes(available)
 

@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from placement.cluster.layout import Layout
 from ray_hetero.compat.worker import kv_cache
-from ray_hetero.executor import kv_room
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-    from ray_hetero.planning.planned_layers import LayerPlan
 
 
 def heads_of_rank(kv_heads: int, ranks: int) -> int:
@@ -37,7 +34,8 @@ class KvShares:
     """
 
     def __init__(self, specs: Sequence[dict[str, Any]], layout: Layout, model: ModelConfig) -> None:
-        self._specs = specs
+        self.specs = specs
+        """Specifications of the layers that each rank really keeps, by rank and name."""
         heads = model.get_total_num_kv_heads() or 1
         most = heads_of_rank(heads, min(layout.sizes))
         self._heads = [
@@ -55,21 +53,15 @@ class KvShares:
                 name: kv_cache.with_heads(spec, partial(_scaled, planned, own))
                 for name, spec in specs.items()
             }
-            for specs, (own, planned) in zip(self._specs, self._heads, strict=True)
+            for specs, (own, planned) in zip(self.specs, self._heads, strict=True)
         ]
 
     def common_bytes(self, available: Sequence[int]) -> list[int]:
         """Bytes of the ranks in which as many blocks of what vLLM plans with have room."""
         return [
             nbytes * (_page_bytes(planned) or 1) // (_page_bytes(specs) or 1)
-            for nbytes, specs, planned in zip(available, self._specs, self.common, strict=True)
+            for nbytes, specs, planned in zip(available, self.specs, self.common, strict=True)
         ]
-
-    def shortages(
-        self, available: Sequence[int], plan: LayerPlan, vllm_config: VllmConfig
-    ) -> list[str]:
-        """See `kv_room.shortages`, of what the ranks really keep."""
-        return kv_room.shortages(available, self._specs, plan, vllm_config)
 
     def own(self, configs: Sequence[Any], vllm_config: VllmConfig) -> list[Any]:
         """Configurations of the ranks' own caches, by rank, from those that vLLM has planned."""

@@ -51,20 +51,8 @@ class RankStatus:
     def to_dict(self) -> dict[str, Any]:
         """Give plain values for JSON: bytes, seconds, milliseconds where the name says so."""
         info, news = self.info, self.news
-        found: dict[str, Any] = {
-            "rank": info.rank,
-            "stage": info.stage,
-            "tensor_rank": info.tensor_rank,
-            "kind": info.kind,
-            "node": info.node,
-            "device": info.device,
-            "threads": list(info.threads),
-            "first_layer": info.first_layer,
-            "layers": info.layers,
-            "actor": info.actor,
-            "predicted_step_ms": info.predicted_ms,
-            "health": self.health,
-        }
+        found = asdict(info) | {"threads": list(info.threads), "health": self.health}
+        found["predicted_step_ms"] = found.pop("predicted_ms")
         if news is None:
             return found
         report, recent = news.report, news.recent

@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from ray_hetero.offload.prefill.step_memory import StepMemory
 
 
-@dataclass(frozen=True)
-class _FirstRows:
-    """A table's first rows on the GPU; as long as the table is here its address is its own."""
-
-    table: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
 class GpuAngles:
     """Cosines and sines of the tokens of a step.
 
@@ -49,7 +40,9 @@ class GpuAngles:
     def __init__(self, memory: StepMemory, tokens: int) -> None:
         self._memory = memory
         self._positions = torch.arange(tokens)
-        self._kept: dict[int, _FirstRows] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        """Tables with the cosines and sines of their first rows on the GPU: as long as a table is
+        here, its address is its own."""
 
     def __call__(
         self, table: torch.Tensor, positions: torch.Tensor
@@ -65,24 +58,24 @@ class GpuAngles:
             written to.
 
         """
-        first = self._first(table)
-        tokens, kept = len(positions), len(first.cos)
+        cos, sin = self._first(table)
+        tokens, kept = len(positions), len(cos)
         if tokens <= kept and torch.equal(positions, self._positions[:tokens]):
-            return first.cos[:tokens], first.sin[:tokens]
+            return cos[:tokens], sin[:tokens]
         if int(positions.max()) >= kept:
             here = self._memory.host_memory(tokens, table.shape[1], dtype=table.dtype)
             return self._sent(torch.index_select(table, 0, positions, out=here))
         here = self._memory.host_memory(tokens, dtype=torch.int64).copy_(positions)
         there = here.to(self._memory.device, non_blocking=True)
-        return first.cos[there], first.sin[there]
+        return cos[there], sin[there]
 
-    def _first(self, table: torch.Tensor) -> _FirstRows:
+    def _first(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         at = table.data_ptr()
         if at not in self._kept:
             rows = table[: len(self._positions)]
             here = self._memory.host_memory(*rows.shape, dtype=rows.dtype).copy_(rows)
-            self._kept[at] = _FirstRows(table, *self._sent(here))
-        return self._kept[at]
+            self._kept[at] = table, *self._sent(here)
+        return self._kept[at][1:]
 
     def _sent(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a table in page-locked memory on the GPU."""
