@@ -12,23 +12,20 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from placement.host.sysfs import machine_id
-from ray_hetero.kernels.linear.rank_sums import RankSums, SumTerms, gathering
+from ray_hetero.kernels.linear.rank_sums import Gather, RankSums, SumTerms, gathering
 from ray_hetero.log import logger
 from ray_hetero.runtime import sealed_memory, unix_sockets
 
 _MEMBER = struct.Struct("i")
 """Message of a rank that connects: its place in the group."""
-Gather = Callable[[Any], list[Any]]
-"""Function that tells all ranks of the group something, and gives what each has told."""
 
 
 def joined(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +73,8 @@ def environment_of(rank: RankSpec, software: NodeSoftware) -> dict[str, str]:
 
 NODES_SECONDS = 5.0
 """Interval at which a wait for ranks looks whether their nodes are there, in seconds."""
+WATCH_STOP_SECONDS = 10.0
+"""Longest wait for the watch to stop, in seconds."""
 
 
 class RankActors:
@@ -174,7 +177,7 @@ class RankActors:
     def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
         """Wait for so many ranks to end; those that have ended when the time is over.
 
-        None where this process has left Ray.
+        None where nobody can tell any more, as this process has left Ray.
         """
         if not ray.is_initialized():
             return None
@@ -207,6 +210,50 @@ class RankActors:
         return gather(
             self._world, refs, what=what, timeout_s=timeout_s, key=key, processes=self.processes
         )
+
+
+class RankWatch:
+    """A thread that waits for the first of the ranks to end.
+
+    Args:
+        ranks: ranks that serve.
+        size: number of ranks.
+        on_end: called once, with one line about what ended and why.
+
+    """
+
+    def __init__(self, ranks: RankActors, size: int, on_end: Callable[[str], object]) -> None:
+        self._ranks = ranks
+        self._size = size
+        self._on_end = on_end
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="RankWatch")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Report nothing from now on."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait until the thread is out of Ray, but no longer than `WATCH_STOP_SECONDS`."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=WATCH_STOP_SECONDS)
+
+    def _watch(self) -> None:
+        report: str | None = "a rank has ended"
+        try:
+            ended: Sequence[Ending] | None = ()
+            while not ended:
+                if ended is None or self._stop.is_set():
+                    report = None
+                    return
+                ended = self._ranks.ended(1, POLL_SECONDS)
+            # The first to be heard of need not be the first that died.
+            report = self._ranks.report(self._ranks.ended(self._size, SETTLE_SECONDS) or ended)
+        finally:
+            # Whatever keeps the cause from being found, the engine must not go on.
+            if report is not None and not self._stop.is_set():
+                self._on_end(report)
 
 
 def _warn_of_passwords(environment: Mapping[str, str]) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch.distributed as dist
@@ -29,8 +29,6 @@ SETTLE_SECONDS = 2.0
 POLL_SECONDS = 1.0
 """Interval at which the watch looks whether it is to stop, in seconds; short, because Ray must not
 be left while a thread waits inside it."""
-WATCH_STOP_SECONDS = 10.0
-"""Longest wait for the watch to stop, in seconds."""
 
 
 class Severity(IntEnum):
@@ -160,60 +158,3 @@ class Failure:
         """
         if self.report is not None:
             raise RankError(self.report)
-
-
-class Watched(Protocol):
-    """Ranks that serve, as the watch sees them."""
-
-    def ended(self, at_least: int, timeout_s: float) -> Sequence[Ending] | None:
-        """Wait for so many ranks to end; those that have ended when the time is over.
-
-        None where nobody can tell any more.
-        """
-
-    def report(self, endings: Sequence[Ending]) -> str:
-        """Say in one line what ended and why."""
-
-
-class RankWatch:
-    """A thread that waits for the first of the ranks to end.
-
-    Args:
-        ranks: ranks that serve.
-        size: number of ranks.
-        on_end: called once, with one line about what ended and why.
-
-    """
-
-    def __init__(self, ranks: Watched, size: int, on_end: Callable[[str], object]) -> None:
-        self._ranks = ranks
-        self._size = size
-        self._on_end = on_end
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="RankWatch")
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Report nothing from now on."""
-        self._stop.set()
-
-    def join(self) -> None:
-        """Wait until the thread is out of Ray, but no longer than `WATCH_STOP_SECONDS`."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=WATCH_STOP_SECONDS)
-
-    def _watch(self) -> None:
-        report: str | None = "a rank has ended"
-        try:
-            ended: Sequence[Ending] | None = ()
-            while not ended:
-                if ended is None or self._stop.is_set():
-                    report = None
-                    return
-                ended = self._ranks.ended(1, POLL_SECONDS)
-            # The first to be heard of need not be the first that died.
-            report = self._ranks.report(self._ranks.ended(self._size, SETTLE_SECONDS) or ended)
-        finally:
-            # Whatever keeps the cause from being found, the engine must not go on.
-            if report is not None and not self._stop.is_set():
-                self._on_end(report)

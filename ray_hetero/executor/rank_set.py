@@ -25,8 +25,8 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from ray_hetero.compat.worker.message_queues import error_of
 from ray_hetero.errors import RankError
-from ray_hetero.executor.actors import RankActors
-from ray_hetero.executor.failure import Failure, RankWatch
+from ray_hetero.executor.actors import RankActors, RankWatch
+from ray_hetero.executor.failure import Failure
 from ray_hetero.executor.rank_queues import AnswerQueue, RequestQueue, wait_until_ready
 from ray_hetero.log import logger
 from ray_hetero.worker.warmup_schedule import Step

@@ -96,8 +96,9 @@ def install(
             if shares is None:
                 shares = shared_decode.shares_of(share, run.layers, kernel, make, place=seat)
             _share(made, run.layers, kernel, shares, make)
-        if sends_alone and place + 1 == len(found.runs) and run.is_last:
-            made.output = output = _output(made.gpu)
+        is_sent = sends_alone and place + 1 == len(found.runs) and run.is_last
+        if is_sent and made.gpu is not None and made.gpu.device.type == "cuda":
+            made.output = output = StageOutput(made.gpu)
         if on_gpu is not None and run.is_whole:
             whole.append((on_gpu, run.decoder))
         layers = getattr(run.decoder, run.attribute)
@@ -211,13 +212,6 @@ def _share(
         len(layers),
         parts_text(max(one.columns for one in shares.measured), " of every gate and up"),
     )
-
-
-def _output(gpu: OffloadGpu | None) -> StageOutput | None:
-    """Output in which the last layers of a stage leave what a GPU computes for the next one."""
-    if gpu is None or gpu.device.type != "cuda":
-        return None
-    return StageOutput(gpu)
 
 
 def _has_weights(layers: Sequence[Layer], gpu: OffloadGpu) -> bool:

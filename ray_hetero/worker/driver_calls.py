@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 """Method, its arguments, and the rank that answers: what vLLM's `_execute_worker_rpc` takes."""
@@ -14,13 +14,6 @@ TELL_TOKENS = "take_sampled_tokens"
 it."""
 
 
-class Queue(Protocol):
-    """The queue to all ranks; vLLM's `MessageQueue`."""
-
-    def dequeue(self, *, indefinite: bool) -> Call:
-        """Take the next call."""
-
-
 class DriverCalls:
     """Calls that a rank has yet to carry out, in their order.
 
@@ -28,17 +21,17 @@ class DriverCalls:
     with its driver.
 
     Args:
-        queue: the rank's end of the driver's queue.
+        queue: the rank's end of the driver's queue, vLLM's `MessageQueue`.
 
     """
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._kept: deque[Call] = deque()
 
     def next(self) -> Call:
         """Wait for the next call."""
-        return self._kept.popleft() if self._kept else self._queue.dequeue(indefinite=True)
+        return self._kept.popleft() if self._kept else self._take()
 
     def next_of(self, method: str) -> Call:
         """Wait for the next call of one method; others that come before it are kept for `next`."""
@@ -46,6 +39,10 @@ class DriverCalls:
             if call[0] == method:
                 self._kept.remove(call)
                 return call
-        while (call := self._queue.dequeue(indefinite=True))[0] != method:
+        while (call := self._take())[0] != method:
             self._kept.append(call)
+        return call
+
+    def _take(self) -> Call:
+        call: Call = self._queue.dequeue(indefinite=True)
         return call

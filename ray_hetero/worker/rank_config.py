@@ -43,6 +43,11 @@ SHARED_FIELDS = (
     "use_v2_model_runner",
 )
 """Fields that must be equal on all ranks, or they compute different things or wait for ever."""
+SHARED_ARGUMENTS = (
+    "dtype", "max_model_len", "block_size", "seed", "max_num_batched_tokens", "max_num_seqs",
+    "async_scheduling", "enable_prefix_caching", "enable_chunked_prefill",
+)  # fmt: skip
+"""vLLM's engine arguments that every rank gets from `SharedSettings`."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +129,8 @@ def build_rank_config(rank: RankSpec) -> VllmConfig:
     # vLLM knows one size for all stages; a rank is told that of its own.
     args.pipeline_parallel_size = len(rank.world.layout.stages)
     args.tensor_parallel_size = rank.world.layout.sizes[rank.seat.stage]
-    args.dtype = shared.dtype
-    args.max_model_len = shared.max_model_len
-    args.block_size = shared.block_size
-    args.seed = shared.seed
-    args.max_num_batched_tokens = shared.max_num_batched_tokens
-    args.max_num_seqs = shared.max_num_seqs
-    args.async_scheduling = shared.async_scheduling
-    args.enable_prefix_caching = shared.enable_prefix_caching
-    args.enable_chunked_prefill = shared.enable_chunked_prefill
+    for name in SHARED_ARGUMENTS:
+        setattr(args, name, getattr(shared, name))
     # Without it a Gloo exchange with a peer that hangs waits for half an hour.
     args.distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
     args.cpu_distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)

@@ -16,14 +16,18 @@ LARGEST = 448.0
 BYTE = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
-def block_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint in blocks of `group` outputs and inputs."""
+def tensor_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint with one scale a layer; there are no groups."""
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": [group, group],
         "modules_to_not_convert": list(ignored),
     }
+
+
+def block_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint in blocks of `group` outputs and inputs."""
+    return {**tensor_scheme(group, ignored), "weight_block_size": [group, group]}
 
 
 def block_tensors(weight: Any, group: int) -> dict[str, Any]:
@@ -50,15 +54,6 @@ def channel_tensors(weight: Any, group: int) -> dict[str, Any]:
     """Floats and the scales of outputs of a weight [N, K]."""
     scale = weight.abs().amax(dim=1, keepdim=True) / LARGEST
     return {"weight": _floats(weight / scale), "weight_scale": scale}
-
-
-def tensor_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint with one scale a layer; there are no groups."""
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": list(ignored),
-    }
 
 
 def tensor_tensors(weight: Any, group: int) -> dict[str, Any]:

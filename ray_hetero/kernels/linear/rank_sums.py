@@ -123,7 +123,11 @@ def why_not_added(
     return ""
 
 
-def gathering(group: Any, size: int) -> Callable[[Any], list[Any]]:
+Gather = Callable[[Any], list[Any]]
+"""Function that tells all ranks of the group something, and gives what each has told."""
+
+
+def gathering(group: Any, size: int) -> Gather:
     """A collective of all ranks of a group: gives each of them the values of all, by rank.
 
     Args:

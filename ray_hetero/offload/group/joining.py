@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from placement.units import GIB
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.linear.rank_sums import RankSums, gathering
+from ray_hetero.kernels.linear.rank_sums import Gather, RankSums, gathering
 from ray_hetero.log import logger
 from ray_hetero.offload.decode import shared_decode
 from ray_hetero.offload.decode.column_channel import (
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from ray_hetero.kernels.layers.layer import Layer
     from ray_hetero.kernels.layers.layer_parts import Linear
     from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
-
-Gather = Callable[[Any], list[Any]]
-"""Function that tells all ranks of the group something, and gives what each has told."""
 
 
 def joined(

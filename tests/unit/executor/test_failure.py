@@ -11,10 +11,10 @@ from ray.exceptions import RayTaskError
 
 from placement.errors import ClaimError
 from ray_hetero.executor import failure
+from ray_hetero.executor.actors import RankWatch
 from ray_hetero.executor.failure import (
     Ending,
     Failure,
-    RankWatch,
     Severity,
     causes,
     ending,
