@@ -27,10 +27,6 @@ class Sent:
         self._error = error
         self._done.set()
 
-    def is_completed(self) -> bool:
-        """Whether the message has been sent, or has failed."""
-        return self._done.is_set()
-
     def wait(self) -> None:
         """Wait until the message has been sent.
 

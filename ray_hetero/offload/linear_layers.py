@@ -1,7 +1,8 @@
-"""Linear layers of a CPU rank, and the kernels that compute them.
+"""Kernels and GPU of a CPU rank, put together: before its weights are loaded, and once they are.
 
-Chosen before the weights are loaded, complete once they are: few tokens a step are computed by the
-socket, many by a prompt GPU where the node has one.
+Before, vLLM is given this project's kernels, which hand each weight here in the format that the
+cores read (kernels/formats/).  Once all are there, layers are fused (layer_fusion.py), and a GPU
+takes what it needs for prompts and decode steps, where the node has one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ RELOAD = (
 
 
 class LinearLayers:
-    """The linear layers of this process.
+    """The linear layers of this process, with the kernel and the GPU that compute them.
 
     Args:
         config: which kernels, and whether a GPU computes prompts.

@@ -99,16 +99,17 @@ def _weight(format_name: str, native: ModuleType) -> HostWeight:
         if made is None:
             sys.exit(f"expected a weight as {format_name}, its values do not suit")
         return made
+    kind = SCALED_FORMATS[format_name]
+    usual = torch.full((OUTPUTS, INPUTS // 32), 0.5).to(getattr(torch, kind.scale_types[0]))
     scales, group = {
         "int4": (torch.rand(OUTPUTS, INPUTS // 128, generator=generator).bfloat16(), 128),
         "int8": (torch.rand(OUTPUTS, 1, generator=generator), INPUTS),
         "fp8": (torch.rand(OUTPUTS // 32, INPUTS // 128, generator=generator), 128),
-        "fp4": (torch.full((OUTPUTS, INPUTS // 32), 0.5).to(torch.float8_e8m0fnu), 32),
-    }[format_name]
+    }.get(format_name, (usual, 32))
     # In FP8, codes from 8 to 119 are neither denormal nor NaN.
-    low, high = (8, 120) if format_name == "fp8" else (0, 16)
+    low, high = (8, 120) if kind.no_number else (0, 16)
     codes = torch.randint(low, high, (OUTPUTS, INPUTS), generator=generator).to(torch.uint8)
-    return SCALED_FORMATS[format_name].stored(Codes(codes, scales, group), native)
+    return kind.stored(Codes(codes, scales, group), native)
 
 
 def seconds_of(runs: dict[int, Callable[[], None]]) -> list[float]:

@@ -178,7 +178,7 @@ class MlpColumnOffload(ColumnChannel):
         """Capture graphs of all steps like the last one."""
         size = self._size(tokens)
         kinds = [StepKind(size, kept, phase * PHASE) for phase in range(PHASES)]
-        self._gpu.order(lambda: self._capture(kinds)).result(timeout=LIMIT_S)
+        self._gpu.submit(lambda: self._capture(kinds)).result(timeout=LIMIT_S)
 
     def _capture(self, kinds: Sequence[StepKind]) -> None:
         with torch.inference_mode(), current(self._gpu.computing):
@@ -202,7 +202,7 @@ class MlpColumnOffload(ColumnChannel):
             failed: Future[None] = Future()
             failed.set_exception(error)
             return failed
-        return self._gpu.order(lambda: self._order(kind))
+        return self._gpu.submit(lambda: self._order(kind))
 
     def _end(self, ordered: Future[None], first: int) -> None:
         # The stream waits for all layers, which nobody asks for where a step has failed.

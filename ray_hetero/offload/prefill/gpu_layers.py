@@ -252,7 +252,7 @@ class GpuLayers:
         gpu.begin(len(positions))
         staged = gpu.memory.stage(hidden, residual, rows.rows)
         step = GpuStep(self, rows, positions[rows.rows], caches)
-        ordered = gpu.order(lambda: step.compute(staged, len(positions), output))
+        ordered = gpu.submit(lambda: step.compute(staged, len(positions), output))
         ordered.add_done_callback(lambda _: self.memory.returns.end())
         meanwhile()
         self._writing, self.is_written = self._writes(caches), False

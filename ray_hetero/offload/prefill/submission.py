@@ -1,4 +1,4 @@
-"""The thread that orders a GPU's work beside the main one, and what it does ahead of a call."""
+"""The thread that submits a GPU's work beside the main one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ray_hetero.runtime.core_binding import compute_alone
 
 LIMIT_S = 600.0
-"""Longest wait for the thread that orders work beside the main one."""
+"""Longest wait for work that the thread submits, in seconds."""
 SWITCH_S = 1e-4
 """Seconds after which one Python thread of this process makes room for another.  With Python's own
 5 ms, the thread that orders a prompt's work began 1 to 3 ms after it was told, because the main one
@@ -30,16 +30,16 @@ class SubmissionThread:
     """
 
     def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
-        self._ordering = ThreadPoolExecutor(
+        self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="OffloadGpu", initializer=_begin_thread,
             initargs=(device, cores),
         )  # fmt: skip
         self._shortage: torch.OutOfMemoryError | None = None
         """Shortage that the next call learns of."""
 
-    def order(self, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Submit the GPU's work on that thread."""
-        return self._ordering.submit(work)
+        return self._thread.submit(work)
 
     @property
     def has_shortage(self) -> bool:

@@ -197,11 +197,11 @@ def test_the_thread_that_orders_work_need_not_wait_for_the_main_one() -> None:
     before = sys.getswitchinterval()
     try:
         sys.setswitchinterval(0.005)
-        OffloadGpu(CPU, 64).order(lambda: None).result(timeout=60)
+        OffloadGpu(CPU, 64).submit(lambda: None).result(timeout=60)
         assert sys.getswitchinterval() == pytest.approx(submission.SWITCH_S)
         # One that was asked for stays.
         sys.setswitchinterval(1e-5)
-        OffloadGpu(CPU, 64).order(lambda: None).result(timeout=60)
+        OffloadGpu(CPU, 64).submit(lambda: None).result(timeout=60)
         assert sys.getswitchinterval() == pytest.approx(1e-5)
     finally:
         sys.setswitchinterval(before)

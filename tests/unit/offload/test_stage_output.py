@@ -294,7 +294,7 @@ def note_writes(layers: Any, done: list[str], gpu: Any) -> None:
 
     def write_once_ordered(write: Any) -> Any:
         def call(*given: Any) -> None:
-            gpu.order(lambda: None).result(timeout=60)
+            gpu.submit(lambda: None).result(timeout=60)
             done.append("write")
             write(*given)
 
