@@ -62,9 +62,10 @@ def bench(
         rows.append(row if predicted is None else beside(row, predicted, prompt_tokens))
     model = str(server.model["id"])
     if svg is not None:
+        from ray_hetero.cli.problems import write_picture
         from ray_hetero.cli.serving.speed_picture import speed_svg
 
-        _write(svg, speed_svg(model, rows))
+        write_picture(svg, speed_svg(model, rows))
     if as_json:
         content = {"model": model, "url": server.address, "prompt_tokens": prompt_tokens}
         content |= {"tokens": tokens, "users": [row.to_dict() for row in rows]}
@@ -96,13 +97,6 @@ def _predicted(path: Path) -> Sequence[Mapping[str, Any]]:
         raise ConfigError(
             f"--plan {path}: expected what this prints: ray-hetero plan MODEL --json"
         ) from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--svg {path}: {error.strerror}") from None
 
 
 def _show(rows: Sequence[Measured]) -> None:

@@ -21,7 +21,7 @@ from placement.plan.picture import plan_svg
 from placement.plan.plan import Plan
 from ray_hetero.cli import plan_output
 from ray_hetero.cli.plan_options import MOST_TOKENS, PlanOptions, with_options
-from ray_hetero.cli.problems import print_problem
+from ray_hetero.cli.problems import print_problem, write_picture
 from ray_hetero.cli.serve_command import serve_command, speculative_option
 from ray_hetero.compat.models.fused_architectures import family_of
 from ray_hetero.config import HeteroConfig, load_config
@@ -60,7 +60,7 @@ def plan(options: PlanOptions) -> None:
         config = load_config({"ray_hetero": settings})
         found = _planned(options, config)
         if options.svg is not None:
-            _write(options.svg, plan_svg(found.plan))
+            write_picture(options.svg, plan_svg(found.plan))
     except (PlacementError, RayHeteroError) as error:
         print_problem(error)
         raise typer.Exit(1) from None
@@ -271,10 +271,3 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     if found is None:
         raise LayoutError(f"--layers: expected numbers with commas, like 20,60; got {shown(text)}")
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LayoutError(f"--svg {path}: the file cannot be written: {error}") from None

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -101,7 +101,8 @@ class ExpertMeeting:
         try:
             memory = HandoverMemory(descriptor, geometry)
             found: dict[int, socket.socket] = {}
-            for number, connection in self._arrivals(names, found, deadline, limit_s):
+            for number, connection in self._arrivals(names, deadline, limit_s):
+                found[number] = connection
                 told = asdict(geometry) | {
                     "dtype": str(geometry.dtype).removeprefix("torch."),
                     "layers": [asdict(layer) for layer in layers],
@@ -135,41 +136,28 @@ class ExpertMeeting:
 
         """
         deadline = time.monotonic() + limit_s
-        found: dict[int, socket.socket] = {}
         try:
-            for _ in self._arrivals(names, found, deadline, limit_s):
-                pass
+            found = dict(self._arrivals(names, deadline, limit_s))
         finally:
             self._listener.close()
         return [found[number] for number in range(len(names))]
 
     def _arrivals(
-        self,
-        names: Sequence[str],
-        found: dict[int, socket.socket],
-        deadline: float,
-        limit_s: float,
+        self, names: Sequence[str], deadline: float, limit_s: float
     ) -> Iterator[tuple[int, socket.socket]]:
-        """Each expert rank that connects, until all are found, where it is added."""
-        while len(found) < len(names):
-            number, connection = self._next(names, found.keys(), deadline, limit_s)
-            found[number] = connection
+        """Each expert rank of this user that connects: its number, and the connection."""
+        missing = dict(enumerate(names))
+        while missing:
+            with naming(" and ".join(missing.values()), limit_s):
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                connection = accepted(self._listener)
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                if not (said := connection.recv(MOST_BYTES)):
+                    raise ConnectionResetError("end")
+                if (number := int(said)) not in missing:
+                    raise ValueError(f"expected one of the numbers {list(missing)}, got {number}")
+            del missing[number]
             yield number, connection
-
-    def _next(
-        self, names: Sequence[str], there: Collection[int], deadline: float, limit_s: float
-    ) -> tuple[int, socket.socket]:
-        """The next expert rank of this user that connects: its number, and the connection."""
-        missing = {number: name for number, name in enumerate(names) if number not in there}
-        with naming(" and ".join(missing.values()), limit_s):
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
-            connection = accepted(self._listener)
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            if not (said := connection.recv(MOST_BYTES)):
-                raise ConnectionResetError("end")
-            if (number := int(said)) not in missing:
-                raise ValueError(f"expected one of the numbers {list(missing)}, got {number}")
-            return number, connection
 
 
 @contextmanager

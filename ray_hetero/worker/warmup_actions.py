@@ -183,10 +183,6 @@ def _prove_placement(worker: Any, context: RankContext) -> None:
     placement_proof.check(proof, context.max_remote_memory_fraction)
 
 
-def _idle(worker: Any, context: RankContext, step: Step) -> None:
-    return None
-
-
 _ACTIONS: dict[Action, Callable[[Any, RankContext, Step], Any]] = {
     Action.MEASURE_MEMORY: _measure_memory,
     Action.FORWARD: _forward,
@@ -196,5 +192,5 @@ _ACTIONS: dict[Action, Callable[[Any, RankContext, Step], Any]] = {
     Action.STOCK_WARM_UP: _stock_warm_up,
     Action.BOUNDARY: _boundary,
     Action.FINISH: _finish,
-    Action.IDLE: _idle,
+    Action.IDLE: lambda worker, context, step: None,
 }

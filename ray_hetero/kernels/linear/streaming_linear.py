@@ -30,6 +30,8 @@ try:
 except ImportError:
     _native = None
 
+MISSING = "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"
+"""Reason for which there is no native code."""
 MULTIPLE = 32
 """Divisor of the inputs and outputs that the packed layout has."""
 
@@ -198,7 +200,7 @@ def choose(config: CpuConfig) -> StreamingLinear | None:
         UnsupportedError: streaming was asked for and cannot be had here.
 
     """
-    missing = _missing()
+    missing = "" if _native is not None else MISSING
     if missing and config.linear_kernel == "streaming":
         raise UnsupportedError(
             f"cpu.linear_kernel is 'streaming', but {missing}. "
@@ -218,7 +220,7 @@ def choose(config: CpuConfig) -> StreamingLinear | None:
 
 def at_hand() -> StreamingLinear | None:
     """Kernel for layers that vLLM has none for; None without native code."""
-    return None if _missing() else _registered()
+    return None if _native is None else _registered()
 
 
 def for_experts(config: CpuConfig, *, is_quantised: bool) -> StreamingLinear | None:
@@ -233,12 +235,6 @@ def for_experts(config: CpuConfig, *, is_quantised: bool) -> StreamingLinear | N
         # As for linear layers: vLLM's own kernels of most formats need AMX.
         kernel = kernel or at_hand()
     return kernel
-
-
-def _missing() -> str:
-    if _native is None:
-        return "ray-hetero was installed without a C++ compiler (see `ray-hetero doctor`)"
-    return ""
 
 
 def suits(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
