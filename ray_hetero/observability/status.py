@@ -199,15 +199,12 @@ class EngineStatus:
 
     def _repr_html_(self) -> str:
         rows = "".join(_html_row("td", row) for row in self._rows)
+        slots = f"<p>{html.escape(self.slots)}</p>" if self.slots else ""
         return (
             f"<p>{html.escape(self.headline)}</p>"
             f"<table>{_html_row('th', self._columns)}{rows}</table>"
-            f"{self._slots_html}{self.content.info.picture}"
+            f"{slots}{self.content.info.picture}"
         )
-
-    @property
-    def _slots_html(self) -> str:
-        return f"<p>{html.escape(self.slots)}</p>" if self.slots else ""
 
 
 def _width(table: Table) -> int:

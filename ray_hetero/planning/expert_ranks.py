@@ -118,18 +118,6 @@ def bytes_of_expert_rank(shape: ModelShape, ranks: int) -> int:
     return -(-shape.remote_bytes // ranks)
 
 
-def expert_buffer(experts: ExpertsConfig, shape: ModelShape, ranks: Sequence[RankDevice]) -> int:
-    """Bytes of a GPU that it takes to read experts over its link.
-
-    Args:
-        experts: what was asked for.
-        shape: the model, with experts.
-        ranks: the devices of the expert ranks.
-
-    """
-    return expert_sizes(shape, ranks).budget(experts.prefill_gpu_gib)
-
-
 def expert_sizes(shape: ModelShape, ranks: Sequence[RankDevice]) -> ExpertSizes:
     """Bytes of a GPU that an expert takes which it reads over its link.
 
@@ -179,7 +167,7 @@ def with_expert_buffer(
         links: the ways between ranks; None is what is assumed of them.
 
     """
-    buffer = expert_buffer(experts, shape, stage.experts)
+    buffer = expert_sizes(shape, stage.experts).budget(experts.prefill_gpu_gib)
     found = replace(stage, expert_buffer_bytes=buffer)
     if experts.prefill_on_gpu is True or experts.prefill_on_gpu_tokens != "auto":
         return found

@@ -7,7 +7,6 @@ a process loads it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import json
@@ -79,18 +78,12 @@ def costs_here(cpus: Sequence[int], kernel: RowKernel) -> RowCosts:
         NativeError: it cannot be measured here.
 
     """
-    probe = functools.partial(time_rows, kernel=kernel)
-    return cached_row_costs(cpus, kernel.cpu_model, kernel.version, probe=probe)
-
-
-def time_rows(cpus: Sequence[int], kernel: RowKernel) -> RowCosts:
-    """Measure in a process of its own, with a thread for each of these CPUs.
-
-    Raises:
-        NativeError: that process does not answer.
-
-    """
-    return RowCosts.of_times(timed(cpus, kernel)[1])
+    return cached_row_costs(
+        cpus,
+        kernel.cpu_model,
+        kernel.version,
+        probe=lambda cpus: RowCosts.of_times(timed(cpus, kernel)[1]),
+    )
 
 
 def timed(cpus: Sequence[int], kernel: RowKernel) -> tuple[int, list[float]]:

@@ -311,7 +311,7 @@ class OffloadGpu(SubmissionThread):
             RuntimeError: what CUDA says.
 
         """
-        if not self.has_shortage:
+        if self._shortage is None:
             with torch.inference_mode(), current(self._computing):
                 self.read_first()
 

@@ -41,11 +41,6 @@ class SubmissionThread:
         """Submit the GPU's work on that thread."""
         return self._thread.submit(work)
 
-    @property
-    def has_shortage(self) -> bool:
-        """Whether memory has run out, of which no call has learnt."""
-        return self._shortage is not None
-
     def settle(self) -> None:
         """Learn of a shortage that was left to this call.
 

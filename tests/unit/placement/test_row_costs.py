@@ -189,7 +189,9 @@ def test_a_process_of_its_own_measures(monkeypatch: pytest.MonkeyPatch) -> None:
         return Ended('{"bytes": 8, "seconds": [2, 2, 2, 3, 4, 8]}\n')
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert socket_rows.time_rows((2, 3), KERNEL).ratios == (1, 1, 1, 1.5, 2, 4)
+    nbytes, seconds = socket_rows.timed((2, 3), KERNEL)
+    assert nbytes == 8
+    assert RowCosts.of_times(seconds).ratios == (1, 1, 1, 1.5, 2, 4)
     assert seen["command"][-3:] == ["ray_hetero.kernels.linear.row_timing", "amx", "compact"]
     environment = seen["env"]
     assert environment["OMP_NUM_THREADS"] == "2"
@@ -219,7 +221,7 @@ def test_a_process_that_does_not_answer_is_an_error(
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(NativeError, match=message):
-        socket_rows.time_rows((0,), KERNEL)
+        socket_rows.timed((0,), KERNEL)
 
 
 def amx_node(name: str = "a") -> Any:

@@ -32,7 +32,7 @@ from ray_hetero.cli.plan import plan as plan_command
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.planning.engine_facts import EngineFacts
-from ray_hetero.planning.expert_ranks import expert_buffer, fewest_layers, with_expert_buffer
+from ray_hetero.planning.expert_ranks import expert_sizes, fewest_layers, with_expert_buffer
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.layout_choice import Choice, choose_layout
 from ray_hetero.planning.layout_choice import config_of as chosen_config
@@ -397,7 +397,7 @@ def test_experts_without_a_gate_have_two_matrices(has_gate: bool) -> None:
         sizes = ExpertSizes(
             8, int(socket.figures.read_share * expanded), expanded, largest // ranks, 0
         )
-        found = expert_buffer(HeteroConfig().experts, shape, [socket] * ranks)
+        found = expert_sizes(shape, [socket] * ranks).budget(HeteroConfig().experts.prefill_gpu_gib)
         assert found == sizes.budget("auto") > 1 << 30
 
 
