@@ -108,17 +108,6 @@ def _call(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"{name} of CUDA's driver answers {status}")
 
 
-def give_unused_back(device: torch.device) -> None:
-    """Let other processes have the memory that torch keeps and nothing in this one uses any more.
-
-    Args:
-        device: the GPU; nothing happens where it is the CPU, as in tests.
-
-    """
-    if device.type == "cuda":
-        torch.cuda.memory.empty_cache()
-
-
 def lock_pages(memory: torch.Tensor) -> None:
     """Lock memory for as long as the process lives, once; it belongs to the current GPU.
 

@@ -17,12 +17,13 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of the memory: neither its size nor its seals can be changed any more."""
 
 
-def opened(name: str, size: int) -> int:
-    """Make memory that can still grow, filled with zeros.
+def made(name: str, size: int, *, can_grow: bool = False) -> int:
+    """Make memory, filled with zeros.
 
     Args:
         name: for those who look at the maps of a process.
         size: bytes.
+        can_grow: the size can still change, until `seal`.
 
     Returns:
         Its descriptor.
@@ -34,6 +35,8 @@ def opened(name: str, size: int) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(descriptor, size)
+        if not can_grow:
+            seal(descriptor)
     except OSError:
         os.close(descriptor)
         raise
@@ -43,17 +46,6 @@ def opened(name: str, size: int) -> int:
 def seal(descriptor: int) -> None:
     """Keep the memory's size for good."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-
-
-def made(name: str, size: int) -> int:
-    """Make memory of a size that nobody can change; arguments and errors as of `opened`."""
-    descriptor = opened(name, size)
-    try:
-        seal(descriptor)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def is_sealed(descriptor: int) -> bool:

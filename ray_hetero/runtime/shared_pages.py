@@ -71,7 +71,7 @@ class SharedPages:
             OSError: the system gives none.
 
         """
-        descriptor = sealed_memory.opened(own_name(name), nbytes)
+        descriptor = sealed_memory.made(own_name(name), nbytes, can_grow=True)
         try:
             pages = cls(descriptor, nbytes)
         except OSError:

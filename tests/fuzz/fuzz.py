@@ -74,7 +74,7 @@ def headers() -> Callable[[bytes], None]:
 @contextmanager
 def memory_of(content: bytes, begin: int = 0) -> Iterator[int]:
     """Sealed memory that ends with these bytes."""
-    descriptor = sealed_memory.opened("fuzz", begin + len(content))
+    descriptor = sealed_memory.made("fuzz", begin + len(content), can_grow=True)
     try:
         os.pwrite(descriptor, content, begin)
         sealed_memory.seal(descriptor)

@@ -43,7 +43,7 @@ from ray_hetero.offload.group.group_layers import (
 from ray_hetero.offload.group.prompt_group import MOST_BYTES, RESULTS, PromptGroup
 from ray_hetero.offload.prefill import threshold
 from ray_hetero.offload.weights.shared_weights import LinkedLinear, linked, read_whole
-from ray_hetero.runtime import gpu_memory, sealed_memory
+from ray_hetero.runtime import sealed_memory
 from ray_hetero.runtime.shared_pages import SharedPages
 from ray_hetero.runtime.unix_sockets import MALFORMED, NOTE, unlike
 
@@ -231,7 +231,7 @@ def _begin(sums: RankSums, offer: PromptOffer, terms: PromptTerms, gather: Gathe
                 problem,
             )
         if layers is None:
-            gpu_memory.give_unused_back(offer.device)
+            torch.cuda.memory.empty_cache()  # for the ranks, which use the GPU on their own
         gather(problem)
         if layers is None:
             return None

@@ -60,7 +60,7 @@ def add_and_norm_at_once(
 
 
 def has_activation(parts: PostAttention) -> bool:
-    """Whether `activate` computes what an MLP's `down` multiplies."""
+    """Whether `activate_at_once` computes what an MLP's `down` multiplies."""
     return parts.is_gated and parts.activation == "silu"
 
 

@@ -65,7 +65,7 @@ def group_of(own: int, connection: socket.socket) -> PromptGroup:
 
 @contextmanager
 def descriptor_of(nbytes: int, *, sealed: bool = True) -> Iterator[int]:
-    descriptor = sealed_memory.opened("test", nbytes)
+    descriptor = sealed_memory.made("test", nbytes, can_grow=True)
     try:
         if sealed:
             sealed_memory.seal(descriptor)
