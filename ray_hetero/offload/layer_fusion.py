@@ -15,7 +15,6 @@ from placement.units import GIB
 from ray_hetero.compat.models.compilation import leave_uncompiled
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.layers import decoder_layers
-from ray_hetero.kernels.layers.adapters import Adapters
 from ray_hetero.kernels.layers.decoder_layers import DecoderLayers
 from ray_hetero.kernels.layers.fused_modules import (
     ResidualAttention,
@@ -75,7 +74,6 @@ def install(
 
     """
     memories, mixers = Memories(), _install_mixers(found)
-    adapters: Adapters | None = None
     shares: Shares | None = None
     first: DecoderLayers | None = None
     output: StageOutput | None = None
@@ -102,7 +100,6 @@ def install(
         if on_gpu is not None and run.is_whole:
             whole.append((on_gpu, run.decoder))
         layers = getattr(run.decoder, run.attribute)
-        adapters = run.adapters or adapters
         for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
             if run.adapters is not None:
                 keep_parts(one, layers[number])
@@ -110,27 +107,31 @@ def install(
     for single in found.single:
         operator = single.operator
         single.layers[single.place] = ResidualAttention(register(operator), operator.rest)
+    for caller in found.callers:
+        leave_uncompiled(caller)
+    for one, decoder in whole:
+        look_up_for(kernel, one.gpu, decoder)
+    _log(found, has_gpu=kernel.gpu is not None or group is not None)
+    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.single)
+    return Fused(layers_fused, bool(shares and not shares.is_empty), first, output, mixers)
+
+
+def _log(found: Fusible, *, has_gpu: bool) -> None:
+    """Log what the operators of layers add, and which layers have none."""
+    adapters = next((run.adapters for run in found.runs if run.adapters is not None), None)
     if adapters is not None:
         logger.info(
             "adapters of requests are added in the same call, up to %d at once, of rank %d and "
             "less (--max-loras, --max-lora-rank)%s",
             adapters.count,
             adapters.rank,
-            ""
-            if kernel.gpu is None and group is None
-            else "; no GPU computes whole layers of prompts with one",
+            "; no GPU computes whole layers of prompts with one" if has_gpu else "",
         )
-    for caller in found.callers:
-        leave_uncompiled(caller)
-    for one, decoder in whole:
-        look_up_for(kernel, one.gpu, decoder)
     for why, layers_left in found.left.items():
         logger.info(
             "%d decoder layers are computed operator by operator (cpu.fuse_layers); %s",
             layers_left, why,
         )  # fmt: skip
-    layers_fused = sum(len(run.layers) for run in found.runs) + len(found.single)
-    return Fused(layers_fused, bool(shares and not shares.is_empty), first, output, mixers)
 
 
 def _install_mixers(found: Fusible) -> int:

@@ -149,7 +149,6 @@ LONG_FUNCTIONS = {
     "ray_hetero.compat.models.expert_router.use_routing": 68,
     "ray_hetero.compat.models.remote_experts._remote_method": 79,
     "ray_hetero.compat.worker.spec_decode.pass_hidden_states_on": 61,
-    "ray_hetero.offload.layer_fusion.install": 71,
     "ray_hetero.launch.prepare.prepare": 66,
     "ray_hetero.offload.expand.triton_kernels.expand_scaled": 70,
     "ray_hetero.worker.rank_actor.start": 90,
