@@ -35,7 +35,7 @@ from ray_hetero.preflight.refusals import (
     ENGINES_OF_CPU_RANKS,
     SCHEDULING_OF_CPU_RANKS,
 )
-from ray_hetero.preflight.refused_models import refuse_ranks
+from ray_hetero.preflight.refused_models import refuse_drafts, refuse_ranks
 from ray_hetero.preflight.refused_stages import refuse_divided_layers, refuse_heads
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
@@ -198,6 +198,7 @@ class EnginePlanner:
         refuse_first(SCHEDULING_OF_CPU_RANKS, self._scheduling(world))
         speculative, stages = self._vllm_config.speculative_config, world.layout.stages
         if speculative is not None:
+            refuse_drafts(world.layout, has_states=bool(model_config.is_hybrid))
             refuse_first(
                 DRAFTING_OF_CPU_RANKS, Drafting(self._vllm_config, self._config, world.layout)
             )

@@ -59,6 +59,12 @@ class EngineFacts:
     drafter: Drafter | None = None
     """Drafter of speculative decoding; None without it."""
 
+    @property
+    def drafts_behind_states(self) -> bool:
+        """Whether drafts are verified by layers that keep a state of each sequence."""
+        layers = self.shape.layers if self.drafter and self.shape else ()
+        return any(layer.kv is not None and layer.kv.state_bytes for layer in layers)
+
     def in_world(self, ranks: int) -> EngineFacts:
         """The facts once the number of ranks is known."""
         scaled: dict[str, Any] = {name: ranks * getattr(self, name) for name in self.per_rank}

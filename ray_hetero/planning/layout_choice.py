@@ -30,8 +30,7 @@ from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.planning.split_search import PRICED_CONTEXT
 from ray_hetero.planning.world_plan import with_chosen_sockets
-from ray_hetero.preflight.refused_models import refuse_ranks
-from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
+from ray_hetero.preflight.refused_models import refuse_drafts, refuse_ranks
 
 EXPERTS_KEY = '"experts": {"ranks": "auto"}'
 """Setting to type for layouts with expert ranks."""
@@ -144,7 +143,7 @@ def choose_layout(request: PlanRequest, *, engines: int = 1) -> Choice:
     request = replace(request, machine=replace(request.machine, nodes=tuple(free)), explained=False)
 
     def priced(layout: Layout, experts: int) -> Candidate:
-        return _unless_refused(_priced(request, layout, experts), request.checkpoint)
+        return _unless_refused(_priced(request, layout, experts), request)
 
     asked = request.config.experts.ranks
     layouts = [
@@ -205,12 +204,13 @@ def _is_gpus_alone(one: Candidate) -> bool:
     return not (one.layout.count("cpu") or one.experts)
 
 
-def _unless_refused(found: Candidate, checkpoint: CheckpointOnCpus | None) -> Candidate:
+def _unless_refused(found: Candidate, request: PlanRequest) -> Candidate:
     """A candidate that fits, or whose speed is not known, unless its ranks are refused."""
-    if checkpoint is None or (found.plan is None and not found.is_unknown):
+    if request.checkpoint is None or (found.plan is None and not found.is_unknown):
         return found
     try:
-        refuse_ranks(checkpoint, found.layout, found.experts)
+        refuse_ranks(request.checkpoint, found.layout, found.experts)
+        refuse_drafts(found.layout, has_states=request.facts.drafts_behind_states)
     except UnsupportedError as error:
         return replace(found, plan=None, problem=str(error), is_unknown=False, is_refused=True)
     return found

@@ -27,7 +27,7 @@ from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.planning.slots import slots_remark
-from ray_hetero.preflight.refused_models import refuse_ranks
+from ray_hetero.preflight.refused_models import refuse_drafts, refuse_ranks
 
 USUAL_USERS = (1, 4, 16, 64)
 """Users who are served at the same time, as a plan prices them where nobody asks for others."""
@@ -157,6 +157,7 @@ def _planned(request: PlanRequest) -> tuple[LayerPlan, Choice | None]:
             raise UnsupportedError(problem)
     if request.checkpoint is not None:
         refuse_ranks(request.checkpoint, found.world.layout, len(found.world.experts))
+        refuse_drafts(found.world.layout, has_states=request.facts.drafts_behind_states)
     if found.split is None:
         if found.unknown:
             raise UnknownDeviceError(found.unknown)

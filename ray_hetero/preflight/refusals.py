@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ray_hetero.config import HeteroConfig
 from ray_hetero.preflight.refusal import Refusal, refuse_first
 from ray_hetero.preflight.refused_models import (
+    DRAFTED_MODELS,
     MODELS_OF_CPU_GROUPS,
     MODELS_OF_CPU_RANKS,
     MODELS_OF_EXPERT_RANKS,
@@ -28,7 +29,6 @@ from ray_hetero.preflight.unsupported_drafters import (
     METHODS,
     Drafting,
     batches_in_flight,
-    has_recurrent_states,
     is_acceptance_made_up,
     method_found,
     method_named,
@@ -215,13 +215,6 @@ DRAFTING_OF_CPU_RANKS: Sequence[Refusal[Drafting]] = (
         "Set it to 1, or leave it out.",
     ),
     Refusal(
-        "--speculative-config with a pipeline of a model with recurrent states",
-        has_recurrent_states,
-        "the states go back by as many tokens as were refused, which only the last stage knows",
-        "Write a layout of one stage, or leave it out.",
-        seen="Follows from vLLM's code.",
-    ),
-    Refusal(
         "--speculative-config with rejection_sample_method synthetic, and CPU ranks in the last "
         "stage",
         is_acceptance_made_up,
@@ -250,6 +243,7 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
         *MODELS_OF_CPU_GROUPS,
         *ENGINES_OF_CPU_RANKS,
         *DRAFTING_OF_CPU_RANKS,
+        *DRAFTED_MODELS,
         *SCHEDULING_OF_CPU_RANKS,
     ),
     "with `max_restarts`": WITH_RESTARTS,

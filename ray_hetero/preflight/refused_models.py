@@ -16,6 +16,7 @@ from ray_hetero.preflight.unsupported_checkpoints import (
     sparse_activations,
     sparse_attention,
 )
+from ray_hetero.preflight.unsupported_drafters import DraftedModel, has_recurrent_states
 
 MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
@@ -96,6 +97,35 @@ MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     ),
 )
 """Models that are refused where expert ranks are to compute their experts."""
+
+DRAFTED_MODELS: Sequence[Refusal[DraftedModel]] = (
+    Refusal(
+        "--speculative-config with a pipeline of a model with recurrent states",
+        has_recurrent_states,
+        "the states go back by as many tokens as were refused, which only the last stage knows",
+        "Write a layout of one stage, or leave it out.",
+        seen="Follows from vLLM's code.",
+    ),
+)
+"""Models whose tokens are not drafted in a world with CPU ranks."""
+
+
+def refuse_drafts(layout: Layout, *, has_states: bool) -> None:
+    """Raise for a model whose drafts these ranks cannot verify.
+
+    The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
+    they propose them.
+
+    Args:
+        layout: stages of the engine.
+        has_states: whether layers of the model keep a state in the place of keys and values.
+
+    Raises:
+        UnsupportedError: says what does not work, and what to do instead.
+
+    """
+    if layout.count("cpu") or not layout.is_even:
+        refuse_first(DRAFTED_MODELS, DraftedModel(layout, has_states))
 
 
 def refuse_ranks(checkpoint: CheckpointOnCpus, layout: Layout, experts: int = 0) -> None:

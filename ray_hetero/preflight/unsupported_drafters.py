@@ -31,6 +31,15 @@ class Drafting:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class DraftedModel:
+    """A model whose tokens are drafted, in a world with CPU ranks."""
+
+    layout: Layout
+    has_states: bool
+    """Whether layers keep a state in the place of keys and values."""
+
+
 def method_named(engine_args: EngineArgs) -> str | None:
     """A method that does not work, if the user names one; vLLM finds out others from the model."""
     return _unknown(_named(engine_args))
@@ -66,9 +75,9 @@ def batches_in_flight(drafting: Drafting) -> int | None:
     return asked if asked != "auto" and asked > 1 else None
 
 
-def has_recurrent_states(drafting: Drafting) -> bool:
+def has_recurrent_states(drafted: DraftedModel) -> bool:
     """Whether a pipeline's model has states that go back by the tokens that are refused."""
-    return len(drafting.layout.stages) > 1 and bool(drafting.vllm_config.model_config.is_hybrid)
+    return len(drafted.layout.stages) > 1 and drafted.has_states
 
 
 def is_acceptance_made_up(drafting: Drafting) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from plan_cases import config_of
 
 from placement.cluster.layout import Layout
 from placement.model.reading import shape_from_config
+from placement.model.tensors import KvCache
 from placement.plan.described import described
+from placement.plan.drafts import Drafter
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.engine_facts import EngineFacts
@@ -30,10 +33,17 @@ SLOW: dict[str, Any] = {
 }
 
 
-def chosen(config: dict[str, Any], node: dict[str, Any], length: int, **settings: Any) -> Choice:
+def chosen(
+    config: dict[str, Any], node: dict[str, Any], length: int, drafter: Drafter | None = None,
+    cache: KvCache | None = None, **settings: Any,
+) -> Choice:  # fmt: skip
     cluster = described({"nodes": [node]})
     shape = shape_from_config(config)
-    facts = EngineFacts(shape, "", len(shape.layers), length, 256, 2048, 0.92)
+    if cache is not None:
+        shape = replace(shape, layers=tuple(replace(one, kv=cache) for one in shape.layers))
+    facts = EngineFacts(
+        shape, "", len(shape.layers), length, 256, 2048, 0.92, drafter=drafter
+    )  # fmt: skip
     return choose_layout(
         PlanRequest(
             HeteroConfig.model_validate(settings),
@@ -79,6 +89,21 @@ def test_what_no_rank_can_compute_is_refused_and_not_planned() -> None:
     sockets = {**SLOW["sockets"], "count": 2}
     with pytest.raises(UnsupportedError, match="sparse attention"):
         chosen(SPARSE, {"name": "a", "sockets": sockets}, 32768)
+
+
+DENSE = config_of("llama", 32, 4096, 14336, (32, 8), 128256)
+STATE = KvCache(0, 1, state_bytes=2 << 20)
+
+
+def test_pipelines_that_cannot_verify_drafts_do_not_win() -> None:
+    node = {"name": "a", "sockets": {**SLOW["sockets"], "count": 2}}
+    for drafter, are_refused in ((Drafter(3), True), (None, False)):
+        choice = chosen(DENSE, node, 4096, drafter, STATE)
+        looked_at = (choice.chosen, *choice.others)
+        pipelines = [one for one in looked_at if len(one.layout.stages) > 1]
+        assert pipelines
+        assert all(one.is_refused == are_refused for one in pipelines)
+        assert not (are_refused and "Write a layout of one stage" not in pipelines[0].problem)
 
 
 def test_experts_in_a_format_without_kernels_are_left_to_the_gpus() -> None:

@@ -31,9 +31,11 @@ from ray_hetero.preflight.refusals import (
     refuse_unsupported,
 )
 from ray_hetero.preflight.refused_models import (
+    DRAFTED_MODELS,
     MODELS_OF_CPU_GROUPS,
     MODELS_OF_CPU_RANKS,
     MODELS_OF_EXPERT_RANKS,
+    refuse_drafts,
 )
 from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
@@ -93,7 +95,7 @@ def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
         DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, MODELS_OF_CPU_GROUPS,
-        WITH_EXPERT_RANKS, MODELS_OF_EXPERT_RANKS,
+        WITH_EXPERT_RANKS, MODELS_OF_EXPERT_RANKS, DRAFTED_MODELS,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
     assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
@@ -217,6 +219,18 @@ def test_drafting_that_does_not_work_is_refused_with_its_reason(
 
 def test_drafting_that_works_is_not(tmp_path: Path) -> None:
     refuse_first(DRAFTING_OF_CPU_RANKS, _drafting(tmp_path, in_flight=1))
+
+
+@pytest.mark.parametrize("stages", [(("cpu",), ("cpu",)), (("cpu",), ("gpu",))], ids=str)
+def test_pipelines_verify_no_drafts_behind_states(stages: tuple[tuple[Kind, ...], ...]) -> None:
+    with pytest.raises(UnsupportedError, match=r"recurrent states .* Write a layout of one stage"):
+        refuse_drafts(Layout(stages), has_states=True)
+    refuse_drafts(Layout(stages), has_states=False)
+
+
+@pytest.mark.parametrize("stage", [("cpu",), ("cpu", "cpu"), ("gpu", "cpu")], ids=str)
+def test_single_stages_verify_drafts_behind_states(stage: tuple[Kind, ...]) -> None:
+    refuse_drafts(Layout((stage,)), has_states=True)
 
 
 def test_acceptance_is_made_up_where_gpus_sample(tmp_path: Path) -> None:
