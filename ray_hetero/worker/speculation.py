@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
+
 from ray_hetero.compat.engine.draft_methods import reads_layers
-from ray_hetero.compat.worker import spec_decode
+from ray_hetero.compat.models import gated_delta, mamba2
+from ray_hetero.compat.worker import aligned_states, spec_decode
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -44,6 +47,10 @@ class Speculation:
 
     def before_loading(self) -> None:
         """Prepare this process, before vLLM makes its model runner."""
+        if current_platform.is_cpu():
+            gated_delta.verify_few_drafts()
+            mamba2.verify_drafts()
+            aligned_states.copy_states_without_triton()
         if self._is_last and self.seat.kind == "cpu":
             spec_decode.expand_to_drafts()
         if not (self._is_last and self.has_own_model):
