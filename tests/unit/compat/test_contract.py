@@ -64,6 +64,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -115,7 +116,7 @@ from vllm.v1.request import Request
 from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker import gpu_model_runner, mamba_utils
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -272,6 +273,23 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/models/model_parts", CompilationConfig, "static_forward_context"),
     ("compat/models/mamba2", MambaMixer2, "get_kv_cache_spec"),
     ("compat/models/mamba2", MambaMixer2, "conv_ssm_forward"),
+    ("compat/models/mamba2", mamba_mixer2, "causal_conv1d_update"),
+    ("compat/models/mamba2", mamba_mixer2, "selective_state_update"),
+    ("compat/models/gated_delta", gdn_attention, "_spec_forward"),
+    (
+        "compat/models/gated_delta",
+        _custom_ops,
+        "fused_sigmoid_gating_delta_rule_update_spec_cpu",
+    ),
+    *(
+        ("compat/worker/aligned_states", mamba_utils, name)
+        for name in (
+            "_resolve_fused_precopy",
+            "postprocess_mamba_align_gpu",
+            "collect_mamba_copy_meta",
+            "do_mamba_copy_block",
+        )
+    ),
     *(
         ("compat/models/mamba2", Mamba2AttentionMetadata, name)
         for name in (
