@@ -198,7 +198,11 @@ class EnginePlanner:
         refuse_first(SCHEDULING_OF_CPU_RANKS, self._scheduling(world))
         speculative, stages = self._vllm_config.speculative_config, world.layout.stages
         if speculative is not None:
-            refuse_drafts(world.layout, has_states=bool(model_config.is_hybrid))
+            refuse_drafts(
+                world.layout,
+                has_states=bool(model_config.is_hybrid),
+                has_draft_model=speculative.method == "draft_model",
+            )
             refuse_first(
                 DRAFTING_OF_CPU_RANKS, Drafting(self._vllm_config, self._config, world.layout)
             )

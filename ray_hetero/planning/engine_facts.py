@@ -65,6 +65,12 @@ class EngineFacts:
         layers = self.shape.layers if self.drafter and self.shape else ()
         return any(layer.kv is not None and layer.kv.state_bytes for layer in layers)
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model of its own drafts."""
+        drafter = self.drafter
+        return drafter is not None and drafter.shape is not None and drafter.has_own_vocabulary
+
     def in_world(self, ranks: int) -> EngineFacts:
         """The facts once the number of ranks is known."""
         scaled: dict[str, Any] = {name: ranks * getattr(self, name) for name in self.per_rank}

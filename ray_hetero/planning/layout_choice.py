@@ -210,7 +210,11 @@ def _unless_refused(found: Candidate, request: PlanRequest) -> Candidate:
         return found
     try:
         refuse_ranks(request.checkpoint, found.layout, found.experts)
-        refuse_drafts(found.layout, has_states=request.facts.drafts_behind_states)
+        refuse_drafts(
+            found.layout,
+            has_states=request.facts.drafts_behind_states,
+            has_draft_model=request.facts.has_draft_model,
+        )
     except UnsupportedError as error:
         return replace(found, plan=None, problem=str(error), is_unknown=False, is_refused=True)
     return found

@@ -157,7 +157,11 @@ def _planned(request: PlanRequest) -> tuple[LayerPlan, Choice | None]:
             raise UnsupportedError(problem)
     if request.checkpoint is not None:
         refuse_ranks(request.checkpoint, found.world.layout, len(found.world.experts))
-        refuse_drafts(found.world.layout, has_states=request.facts.drafts_behind_states)
+        refuse_drafts(
+            found.world.layout,
+            has_states=request.facts.drafts_behind_states,
+            has_draft_model=request.facts.has_draft_model,
+        )
     if found.split is None:
         if found.unknown:
             raise UnknownDeviceError(found.unknown)

@@ -16,7 +16,11 @@ from ray_hetero.preflight.unsupported_checkpoints import (
     sparse_activations,
     sparse_attention,
 )
-from ray_hetero.preflight.unsupported_drafters import DraftedModel, has_recurrent_states
+from ray_hetero.preflight.unsupported_drafters import (
+    DraftedModel,
+    has_draft_model_beside_states,
+    has_recurrent_states,
+)
 
 MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
@@ -106,11 +110,19 @@ DRAFTED_MODELS: Sequence[Refusal[DraftedModel]] = (
         "Write a layout of one stage, or leave it out.",
         seen="Follows from vLLM's code.",
     ),
+    Refusal(
+        "--speculative-config with the method draft_model for a model with recurrent states",
+        has_draft_model_beside_states,
+        "vLLM divides the layers of the draft model among several groups of its KV cache, and "
+        "drafts from one",
+        "Take the method ngram, or leave it out.",
+        seen="The ranks ended at their start: all drafting layers should belong to the same group.",
+    ),
 )
 """Models whose tokens are not drafted in a world with CPU ranks."""
 
 
-def refuse_drafts(layout: Layout, *, has_states: bool) -> None:
+def refuse_drafts(layout: Layout, *, has_states: bool, has_draft_model: bool = False) -> None:
     """Raise for a model whose drafts these ranks cannot verify.
 
     The engine asks before it starts ranks, the choice of a layout and `ray-hetero plan` before
@@ -119,13 +131,14 @@ def refuse_drafts(layout: Layout, *, has_states: bool) -> None:
     Args:
         layout: stages of the engine.
         has_states: whether layers of the model keep a state in the place of keys and values.
+        has_draft_model: whether a model of its own drafts for it.
 
     Raises:
         UnsupportedError: says what does not work, and what to do instead.
 
     """
     if layout.count("cpu") or not layout.is_even:
-        refuse_first(DRAFTED_MODELS, DraftedModel(layout, has_states))
+        refuse_first(DRAFTED_MODELS, DraftedModel(layout, has_states, has_draft_model))
 
 
 def refuse_ranks(checkpoint: CheckpointOnCpus, layout: Layout, experts: int = 0) -> None:

@@ -38,6 +38,8 @@ class DraftedModel:
     layout: Layout
     has_states: bool
     """Whether layers keep a state in the place of keys and values."""
+    has_draft_model: bool
+    """Whether a model of its own drafts, not a head or the tokens so far."""
 
 
 def method_named(engine_args: EngineArgs) -> str | None:
@@ -78,6 +80,11 @@ def batches_in_flight(drafting: Drafting) -> int | None:
 def has_recurrent_states(drafted: DraftedModel) -> bool:
     """Whether a pipeline's model has states that go back by the tokens that are refused."""
     return len(drafted.layout.stages) > 1 and drafted.has_states
+
+
+def has_draft_model_beside_states(drafted: DraftedModel) -> bool:
+    """Whether a model of its own drafts for one that has states."""
+    return drafted.has_states and drafted.has_draft_model
 
 
 def is_acceptance_made_up(drafting: Drafting) -> bool:

@@ -40,7 +40,6 @@ GRANITE, FALCON = "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"
 ENGINES: dict[str, tuple[str, list[list[str]], str]] = {
     "one rank": (GRANITE, [["cpu"]], "custom_class"),
     "n-grams": (GRANITE, [["cpu"]], "ngram"),
-    "a draft model": (GRANITE, [["cpu"]], "draft_model"),
     "tensor parallel": (FALCON, [["cpu", "cpu"]], "custom_class"),
     "beside a GPU": (FALCON, [["gpu", "cpu"]], "custom_class"),
 }
@@ -100,11 +99,9 @@ def with_drafts(
 def test_mixers_of_mamba_2_verify_drafts(scene: Scene, tmp_path: Path) -> None:
     names = (GRANITE, FALCON)
     models = {name: write_checkpoint(tmp_path / name, name) for name in names}
-    draft_model = write_checkpoint(tmp_path / "draft", "LlamaForCausalLM")
     drafts: Json = {
         "custom_class": {"model": CLASS},
         "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-        "draft_model": {"model": str(draft_model)},
     }
     asked, given = batch(prompts(), max_tokens=48), LIMITS | {"dtype": "float32"}
     expected = without_drafts(scene, tmp_path / "stock", list(models.values()), asked, given)

@@ -66,7 +66,7 @@ def verify_few_drafts() -> None:
 
     def make(stock: Any) -> Any:
         @functools.wraps(stock)
-        def _spec_forward(
+        def forward_few(
             layer: Any, attn_metadata_i: Any, mixed_qkv_spec: torch.Tensor, b_spec: torch.Tensor,
             a_spec: torch.Tensor, conv_buf: torch.Tensor, ssm_state: torch.Tensor, width: int,
             state_len: int,
@@ -94,7 +94,7 @@ def verify_few_drafts() -> None:
                 use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
 
-        return _spec_forward
+        return forward_few
 
     replace(gdn_attention, "_spec_forward", make)
 

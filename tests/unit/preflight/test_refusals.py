@@ -231,6 +231,9 @@ def test_pipelines_verify_no_drafts_behind_states(stages: tuple[tuple[Kind, ...]
 @pytest.mark.parametrize("stage", [("cpu",), ("cpu", "cpu"), ("gpu", "cpu")], ids=str)
 def test_single_stages_verify_drafts_behind_states(stage: tuple[Kind, ...]) -> None:
     refuse_drafts(Layout((stage,)), has_states=True)
+    with pytest.raises(UnsupportedError, match=r"draft_model .* Take the method ngram"):
+        refuse_drafts(Layout((stage,)), has_states=True, has_draft_model=True)
+    refuse_drafts(Layout((stage,)), has_states=False, has_draft_model=True)
 
 
 def test_acceptance_is_made_up_where_gpus_sample(tmp_path: Path) -> None:
