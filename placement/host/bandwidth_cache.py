@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from placement.host.cpulist import format_cpulist
 from placement.host.native import read_bandwidth
 from placement.host.other_work import is_beside_others
 from placement.text_file import read_text
 
+Figure = TypeVar("Figure")
 KEPT_SECONDS = 7 * 24 * 3600.0
 PROBE_SECONDS = 0.2
 BESIDE_OTHERS = "beside_others"
@@ -63,24 +64,51 @@ def cached_bandwidth(
         NativeError: it cannot be measured here.
 
     """
+    return kept_or_measured(
+        f"{cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}",
+        figure_of=_fresh,
+        measure=lambda: probe(cpus),
+        stored=lambda rate: {"bytes_per_s": rate},
+        directory=directory,
+        is_busy=is_busy,
+    )
+
+
+def kept_or_measured(
+    key: str,
+    *,
+    figure_of: Callable[[Any], Figure | None],
+    measure: Callable[[], Figure],
+    stored: Callable[[Figure], dict[str, Any]],
+    directory: Path | None,
+    is_busy: Callable[[], bool],
+) -> Figure:
+    """Figure of this host that is kept, or a new one, which is kept from then on.
+
+    Args:
+        key: of the figure in the file.
+        figure_of: reads an entry; None where it is no figure, or too old.
+        measure: gives a new figure, or raises.
+        stored: fields of the new figure's entry.
+        directory: where the files are; None is `cache_directory()`.
+        is_busy: whether other programs compute on this host; a figure that was measured beside
+            them serves while it stays so.
+
+    """
     path = figures_file(socket.gethostname(), directory)
-    key = f"{cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}"
-    kept = read_figures(path)
-    known, entry = _fresh(kept.get(key)), kept.get(key)
-    if known is not None and not was_disturbed(entry):
+    entry = read_figures(path).get(key)
+    known = figure_of(entry)
+    was_disturbed = isinstance(entry, dict) and entry.get(BESIDE_OTHERS) is True
+    if known is not None and not was_disturbed:
         return known
     busy = is_busy()
     if known is not None and busy:
         return known
-    rate = probe(cpus)
-    kept[key] = {"bytes_per_s": rate, "measured_at": time.time(), BESIDE_OTHERS: busy}
-    write_figures(path, kept)
-    return rate
-
-
-def was_disturbed(entry: Any) -> bool:
-    """Whether an entry's figure was measured beside other programs."""
-    return isinstance(entry, dict) and entry.get(BESIDE_OTHERS) is True
+    found = measure()
+    # Measuring takes a while, in which another process may have kept a figure.
+    kept = {**stored(found), "measured_at": time.time(), BESIDE_OTHERS: busy}
+    write_figures(path, read_figures(path) | {key: kept})
+    return found
 
 
 def _fresh(entry: Any) -> float | None:

@@ -6,8 +6,6 @@ on processor, kernel and format of the weights.
 
 from __future__ import annotations
 
-import socket
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from placement.host.bandwidth_cache import (
-    BESIDE_OTHERS,
-    figures_file,
-    is_fresh,
-    read_figures,
-    was_disturbed,
-    write_figures,
-)
+from placement.host.bandwidth_cache import is_fresh, kept_or_measured
 from placement.host.cpulist import format_cpulist
 from placement.host.other_work import is_beside_others
 
@@ -80,27 +71,20 @@ def cached_row_costs(
         kernel: what computes the products: instruction set, format of the weights, version.
         probe: measures.
         directory: where the files are; None is `cache_directory()`.
-        is_busy: whether other programs compute on this host; costs that were measured beside them
-            serve while it stays so.
+        is_busy: whether other programs compute on this host.
 
     Raises:
         NativeError: it cannot be measured here.
 
     """
-    path = figures_file(socket.gethostname(), directory)
-    key = f"rows, {kernel}, {cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}"
-    entry = read_figures(path).get(key)
-    known = _kept(entry)
-    if known is not None and not was_disturbed(entry):
-        return known
-    busy = is_busy()
-    if known is not None and busy:
-        return known
-    found = probe(cpus)
-    # Measuring takes seconds, in which another process may have kept a figure.
-    entry = {"ratios": list(found.ratios), "measured_at": time.time(), BESIDE_OTHERS: busy}
-    write_figures(path, read_figures(path) | {key: entry})
-    return found
+    return kept_or_measured(
+        f"rows, {kernel}, {cpu_model or 'unknown CPU'}, CPUs {format_cpulist(cpus)}",
+        figure_of=_kept,
+        measure=lambda: probe(cpus),
+        stored=lambda costs: {"ratios": list(costs.ratios)},
+        directory=directory,
+        is_busy=is_busy,
+    )
 
 
 def _kept(entry: Any) -> RowCosts | None:
