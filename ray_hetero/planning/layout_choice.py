@@ -204,17 +204,34 @@ def _is_gpus_alone(one: Candidate) -> bool:
     return not (one.layout.count("cpu") or one.experts)
 
 
+def refuse_planned(request: PlanRequest, layout: Layout, experts: int) -> None:
+    """Raise for a plan whose ranks cannot compute the model, or not verify its drafts.
+
+    Args:
+        request: with the checkpoint; without one nothing is refused.
+        layout: stages of the plan.
+        experts: number of expert ranks.
+
+    Raises:
+        UnsupportedError: says what does not work, and what to do instead.
+
+    """
+    if request.checkpoint is None:
+        return
+    refuse_ranks(request.checkpoint, layout, experts)
+    refuse_drafts(
+        layout,
+        has_states=request.facts.drafts_behind_states,
+        has_draft_model=request.facts.has_draft_model,
+    )
+
+
 def _unless_refused(found: Candidate, request: PlanRequest) -> Candidate:
     """A candidate that fits, or whose speed is not known, unless its ranks are refused."""
-    if request.checkpoint is None or (found.plan is None and not found.is_unknown):
+    if found.plan is None and not found.is_unknown:
         return found
     try:
-        refuse_ranks(request.checkpoint, found.layout, found.experts)
-        refuse_drafts(
-            found.layout,
-            has_states=request.facts.drafts_behind_states,
-            has_draft_model=request.facts.has_draft_model,
-        )
+        refuse_planned(request, found.layout, found.experts)
     except UnsupportedError as error:
         return replace(found, plan=None, problem=str(error), is_unknown=False, is_refused=True)
     return found

@@ -20,14 +20,13 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.planning.context_fit import shorter_context, with_fitting_length
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import plan_layers
-from ray_hetero.planning.layout_choice import Choice, choose_layout
+from ray_hetero.planning.layout_choice import Choice, choose_layout, refuse_planned
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
 from ray_hetero.planning.quantise_first import Quantised, quantise_first
 from ray_hetero.planning.seat_devices import UnknownDeviceError
 from ray_hetero.planning.slots import slots_remark
-from ray_hetero.preflight.refused_models import refuse_drafts, refuse_ranks
 
 USUAL_USERS = (1, 4, 16, 64)
 """Users who are served at the same time, as a plan prices them where nobody asks for others."""
@@ -155,13 +154,7 @@ def _planned(request: PlanRequest) -> tuple[LayerPlan, Choice | None]:
     ):
         if problem:
             raise UnsupportedError(problem)
-    if request.checkpoint is not None:
-        refuse_ranks(request.checkpoint, found.world.layout, len(found.world.experts))
-        refuse_drafts(
-            found.world.layout,
-            has_states=request.facts.drafts_behind_states,
-            has_draft_model=request.facts.has_draft_model,
-        )
+    refuse_planned(request, found.world.layout, len(found.world.experts))
     if found.split is None:
         if found.unknown:
             raise UnknownDeviceError(found.unknown)
