@@ -170,7 +170,7 @@ class KeptWriter:
 
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        other = path.with_name(f"{path.name}.{_process()}-{secrets.token_hex(4)}.tmp")
+        other = path.with_name(f"{path.name}.{host_id()}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(other, flags, 0o600)
         try:
@@ -267,13 +267,9 @@ def _write_fully(descriptor: int, view: memoryview, begin: int) -> None:
 
 
 def host_id() -> str:
-    """The same for all processes that see each other's numbers, and for no others."""
+    """Name of a PID namespace of a machine: equal for processes that see each other's numbers."""
     numbers = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(f"{machine_id()} {numbers}".encode()).hexdigest()[:8]
-
-
-def _process() -> str:
-    return f"{host_id()}-{os.getpid()}"
 
 
 def remove_leftovers(folder: Path, now: float) -> None:

@@ -21,15 +21,7 @@ from ray_hetero.worker import expert_files, kept_experts, kept_writer  # noqa: E
 if NATIVE is None:
     pytest.skip("needs the native module", allow_module_level=True)
 
-
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    return Case(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def at_least_info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "vllm.ray_hetero")
+pytestmark = pytest.mark.usefixtures("at_least_info")
 
 
 @pytest.mark.parametrize("form", FORMS)
