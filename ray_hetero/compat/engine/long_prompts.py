@@ -51,7 +51,9 @@ class _LongPrompts:
         if not all(one.is_prefill_chunk for one in self.running):
             return self._has_item_to_be_taken_whole()
         # vLLM makes the logits of all these tokens at once, 26 GB for 32,768 of 200,000 words.
-        return not any(map(_wants_logits_of_its_prompt, (*self.running, *self.waiting)))
+        return not any(
+            map(_wants_logits_of_its_prompt, itertools.chain(self.running, self.waiting))
+        )
 
     def _has_item_to_be_taken_whole(self) -> bool:
         """Whether the next prompt has an image that a step beside decoding has no room for.
