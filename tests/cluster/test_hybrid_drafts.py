@@ -57,7 +57,7 @@ def prompts() -> list[list[int]]:
 def without_drafts(
     scene: Scene, folder: Path, models: Sequence[Path], asked: Json, given: Json
 ) -> list[list[Json]]:
-    """What stock vLLM answers, of which the drafters of our engines are told.
+    """Answers of stock vLLM, of which the drafters of our engines are told.
 
     Stock vLLM keeps no prefixes of Mamba 2 on CPUs.
     """
@@ -83,7 +83,7 @@ def drafting(model: Path, stage: list[str], drafts: Json, given: Json) -> Json:
 def with_drafts(
     scene: Scene, folder: Path, engines: Sequence[Json], asked: Json
 ) -> list[tuple[list[list[Json]], float]]:
-    """What each engine answers, twice, and the share of drafts that it accepts."""
+    """Answers of each engine, asked twice, and the share of drafts that it accepts."""
     runs = [(one, [asked, asked, metrics(COUNTS)]) for one in engines]
     extra = {"RAY_HETERO_PRETEND_GPU": "1", **IN_THIS_PROCESS}
     made = []

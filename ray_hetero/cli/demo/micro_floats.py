@@ -93,7 +93,7 @@ def nvfp4_tensors(weight: Any, group: int) -> dict[str, Any]:
 
 
 def modelopt_tensors(weight: Any, group: int) -> dict[str, Any]:
-    """The same by ModelOpt's names, with factors in the place of divisors."""
+    """Tensors of a weight [N, K] in NVFP4 by ModelOpt's names, which has factors for divisors."""
     stored = nvfp4_tensors(weight, group)
     return {
         "weight": stored["weight_packed"],

@@ -47,7 +47,7 @@ def steps(*, is_full: bool = False) -> Iterator[tuple[Any, Any, list[slice]]]:
 
 
 def convolved(histories: list[Any], x: Any, starts: Any, weight: Any, bias: Any) -> Any:
-    """What a convolution gives of a step's tokens [tokens, channels], from all before them."""
+    """Convolution of a step's tokens [tokens, channels] with all before them."""
     rows = []
     for history, begin, end in zip(histories, starts, starts[1:], strict=False):
         inputs = torch.cat([history[-(TAPS - 1) :], x[begin:end]]).float()
@@ -136,7 +136,7 @@ HEADS, KEY, VALUE = (2, 4), 64, 64
 
 
 def delta_net() -> Any:
-    """What `_spec_forward` reads of a layer."""
+    """Stand-in for a layer, with the attributes that `_spec_forward` reads."""
     keys, values = HEADS[0] * KEY, HEADS[1] * VALUE
     taps = torch.randn(2 * keys + values, TAPS).mul_(0.5).bfloat16()
 

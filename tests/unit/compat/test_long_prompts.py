@@ -34,7 +34,7 @@ LIMIT, ROOM = 64, 512
 
 
 def request(**given: Any) -> Any:
-    """What the scheduler asks a request."""
+    """Stand-in for a request, with the attributes that the scheduler reads."""
     asked = {
         "is_prefill_chunk": True, "sampling_params": SamplingParams(), "mm_features": (),
         "num_computed_tokens": 0,
