@@ -32,6 +32,11 @@ OWN_SETTINGS = {
 """Ray's processes wait a minute for a head that is gone to come back; this one's do not.  And a
 worker is started for every core at once, which none of the ranks can use: theirs have environments
 of their own."""
+ATTEMPTS = 3
+"""How often Ray is started until it is up."""
+OUT_OF_TIME = "timed out during startup"
+"""Words of the error, of no kind of its own, that `ray._private.node.Node` raises where its head
+does not know its raylet within 30 s: a limit that no setting changes and a busy host exceeds."""
 LINGER_SECONDS = 2.0
 """Seconds that Ray's processes get to end by themselves when it has been stopped."""
 _folders: dict[int, PrivateFolder] = {}
@@ -58,12 +63,34 @@ def start(*, log_to_driver: bool = True, folder: str = "") -> str:
         folder: path of a `PrivateFolder` for its files; a new one by default.
 
     Raises:
-        StartupError: see `ask_for_token`.
+        StartupError: Ray was not up in time, `ATTEMPTS` times; see also `ask_for_token`.
 
     """
     settle_environment()
     ask_for_token()
     own = _folders[os.getpid()] = PrivateFolder(folder)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _start_in(own.path, log_to_driver)
+            return str(ray.get_runtime_context().gcs_address)
+        except Exception as error:
+            if OUT_OF_TIME not in str(error):
+                raise
+            _kill_those_of(own.path)
+            logger.warning(
+                "Ray was not up within its own limit of 30 s (attempt %d of %d): this host may be "
+                "busy", attempt, ATTEMPTS,
+            )  # fmt: skip
+    _folders.pop(os.getpid()).remove()
+    raise StartupError(
+        f"expected a Ray of this host within {ATTEMPTS} × 30 s, found: {ATTEMPTS} times it was not "
+        "up in time. Look with `top` for what keeps the host busy and start again; or type `ray "
+        "start --head` and then the command again with RAY_ADDRESS=127.0.0.1:6379"
+    )
+
+
+def _start_in(folder: Path, log_to_driver: bool) -> None:
+    """Start a Ray whose files are in `folder`, once, and connect to it."""
     with withheld():
         ray.init(
             address="local",
@@ -73,9 +100,19 @@ def start(*, log_to_driver: bool = True, folder: str = "") -> str:
             log_to_driver=log_to_driver,
             logging_level=logging.WARNING,
             # Ray gives its folder to all users.
-            _temp_dir=str(own.path / "r"),
+            _temp_dir=str(folder / "r"),
         )
-    return str(ray.get_runtime_context().gcs_address)
+
+
+def _kill_those_of(folder: Path) -> None:
+    """Kill the processes that a failed start has left: children that name `folder`, all below."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(str(folder) in argument for argument in child.cmdline()):
+                for process in (*child.children(recursive=True), child):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                child.wait()
 
 
 def logs() -> str:

@@ -14,9 +14,10 @@ from ray_hetero.compat.engine import engine_environment
 from ray_hetero.compat.patching import original, replace
 from ray_hetero.log import logger
 
-END_SECONDS = 30.0
-"""Longest wait for an engine process that has been asked to end, in seconds.  Without a request
-under way it takes two or three, most of it for a Ray that was started for it."""
+END_SECONDS = 60.0
+"""Longest wait for an engine process that has been asked to end, in seconds: more than the limits
+of all that it waits for in turn, ranks and a Ray that was started for it, some 30.  On an idle host
+it takes two or three."""
 Sockets = Callable[..., AbstractContextManager[Any]]
 """A function that makes a socket for a `with` block."""
 SIGTERM = ("terminated",)
