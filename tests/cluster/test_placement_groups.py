@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import HERE, START_SECONDS, Model, Stock, batch, engine, environment_of, prompts, start
+from engines import (
+    HERE,
+    START_SECONDS,
+    Model,
+    Stock,
+    batch,
+    engine,
+    environment_of,
+    hetero,
+    prompts,
+    start,
+)
 from leftovers import Scene
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
@@ -69,10 +80,12 @@ def test_what_ray_cannot_give_is_told_with_the_nodes(scene: Scene) -> None:
     scene.assert_clean()
 
 
+@pytest.mark.parametrize("stages", [2, None], ids=["two stages", "chosen"])
 def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
-    scene: Scene, logs: Path, model: Model, stock: Stock
+    stages: int | None, scene: Scene, logs: Path, model: Model, stock: Stock
 ) -> None:
     checkpoint = model("llama", "f32")
+    shares = hetero(cpu={"ranks_per_socket": 2})
     request, answer = logs / "request.json", logs / "answer.json"
     request.write_text(
         json.dumps(
@@ -82,7 +95,7 @@ def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
                 },
                 "bundles": [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}],
                 "wrong": [engine(checkpoint, 4, dtype="float32")],
-                "engine": engine(checkpoint, 2, dtype="float32"),
+                "engine": engine(checkpoint, stages or 1, dtype="float32", **shares),
                 "batch": batch(prompts()),
             }
         )
@@ -90,6 +103,8 @@ def test_an_engine_inside_a_group_uses_its_bundles_and_leaves_it(
     command = [sys.executable, str(HERE / "group_process.py"), str(request), str(answer)]
     child = start(scene, command, logs / "group")
     assert child.wait(START_SECONDS) == 0, child.tail()
+    log = (logs / "group").read_text()
+    assert ("stages: " in log) == (stages is None), log
     found = json.loads(answer.read_text())
     (error,) = found["errors"]
     assert "4 pipeline stages" in error
