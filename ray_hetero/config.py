@@ -201,7 +201,7 @@ class ExpertsConfig(_Section):
     slots_gib: Annotated[float, Field(ge=0, le=100_000)] = 0
     """Memory of the GPU of each stage, in GiB, for slots with experts in bf16 that it computes
     itself in steps of up to 64 tokens, while the sockets compute the others; 0 for none. What it
-    takes is missing for the KV cache. No GPU has run slots yet."""
+    takes is missing for the KV cache. Their speed on a GPU has not been measured."""
     slots: Literal["auto", "always", "fixed"] = "auto"
     """Use of the slots. auto uses them while steps are measured to be faster with them; always
     uses them in any case; fixed keeps the first experts of each layer in them, and copies none."""
