@@ -59,7 +59,9 @@ def values(project: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """
     named = [text.rpartition(" :: ")[2] for text in project["classifiers"]]
     pythons = [text for text in named if text.startswith("3.")]
-    releases = [f"{minor} (CPUs)" if minor in UNTRIED else minor for minor in SUPPORTED_VLLM]
+    releases = [
+        f"{minor} (partly tested)" if minor in UNTRIED else minor for minor in SUPPORTED_VLLM
+    ]
     return {
         "licence.svg": ("licence", project["license"]),
         "python.svg": ("Python", f"{pythons[0]} – {pythons[-1]}"),

