@@ -28,7 +28,8 @@ def explain_given(planner: Planner, split: Split) -> str:
         lines[0] = f"layers {list(split.layers)}: {lines[0]}"
     better = planner.best("fixed")
     if better is not None:
-        return "\n".join([*lines, f"Fits: layers {list(better.layers)} (or leave layers out)."])
+        fits = f'Type "layers": {list(better.layers)}, which fit, or leave layers out.'
+        return "\n".join([*lines, fits])
     return "\n".join([*lines, _nearest(planner, "fixed")])
 
 
@@ -42,7 +43,8 @@ def _lines(planner: Planner, split: Split) -> list[str]:
     worst = max(split.ranks, key=lambda rank: rank.memory.total - rank.device.usable_bytes)
     head = (
         f"{planner.shape.model_type} does not fit: {_gib(worst.memory.total)} needed, "
-        f"{_gib(worst.device.usable_bytes)} available on {worst.device.node} {worst.device.label}"
+        f"{_gib(worst.device.usable_bytes)} available on {worst.device.label} of "
+        f"{worst.device.node}"
     )
     return [head, f"  asked for: {_asked(planner)}", *map(_arithmetic, split.ranks)]
 

@@ -77,7 +77,7 @@ class EnginePlan:
         sharing = world_plan.sharing_warning(self.world.members)
         planned = self.layers.warning
         if planned and self.layers.is_too_large:
-            planned = f"this may not fit: {planned}"
+            planned = f"the plan expects a rank to run out of memory, and goes on: {planned}"
         for warning in filter(None, (planned, sharing)):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))

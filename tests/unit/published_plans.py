@@ -71,7 +71,7 @@ def shape_of(path: Path) -> ModelShape | None:
 
 def machine(name: str) -> Machine:
     """A machine by its name."""
-    return described_machine(described({"nodes": [{"name": "a", **MACHINES[name]}]}))
+    return described_machine(described({"nodes": [{"name": "host", **MACHINES[name]}]}))
 
 
 def line_of(path: Path, name: str) -> str:

@@ -321,7 +321,7 @@ def test_a_longer_cpu_stage_is_named() -> None:
     stages = [stage(device("H100 SXM")), stage(device("Xeon 8480+"))]
     message = refusal(stages=stages, batch=1, context=4096, max_sequences=8, layers=[50, 30])
     assert message.startswith("layers [50, 30]: llama does not fit: ")
-    assert "Fits: layers [39, 41]" in message
+    assert 'Type "layers": [39, 41], which fit, or leave layers out.' in message
 
 
 def test_a_kv_limit_that_is_too_small() -> None:
