@@ -186,7 +186,8 @@ def test_the_picture_of_the_architecture_has_these_colours() -> None:
         for name, kind in kinds.items():
             if (text.text or "").startswith("rank") and f"· {name} " in (text.text or ""):
                 found.append((kind, box.attrib["stroke"]))
-    assert found == [(kind, KINDS[kind]) for kind in ("cpu", "cpu", "gpu", "gpu")]
+    stages, with_experts = ("cpu", "cpu", "gpu", "gpu"), ("gpu", "cpu", "cpu")
+    assert found == [(kind, KINDS[kind]) for kind in stages + with_experts]
 
 
 def test_text_is_cut_to_its_room() -> None:
