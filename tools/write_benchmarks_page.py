@@ -65,18 +65,32 @@ def ways() -> str:
 
 
 def drafts() -> str:
-    """Accepted drafts by kind of text, all requests of a kind together."""
+    """Accepted drafts by kind of text, all requests of a kind together, and what is planned."""
     rows = [row for row in raw(DRAFTS)["summary"] if row["drafter"] != "none"]
+    is_planned = any("plan" in row for row in rows)
     return table(
-        ("text", "requests at once", "drafter", "accepted", "tokens a step"),
+        (
+            "text", "requests at once", "drafter", "accepted", "tokens a step",
+            *(("tokens/s beside no drafts", "planned", "drafts by the plan") if is_planned else ()),
+        ),
         (
             (
                 row["text"], str(row["requests"]), row["drafter"],
                 f"{row['accepted']:.0%}".replace("%", " %"), f"{row['tokens_a_step']:.2f}",
+                *(_beside_the_plan(row) if is_planned else ()),
             )
             for row in rows
         ),
     )  # fmt: skip
+
+
+def _beside_the_plan(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Measured and planned tokens per second in parts of those without drafts; planned drafts."""
+    if "plan" not in row:
+        return f"{row['speed_up']:.2f}", "–", "–"
+    asked, plain = (row["plan"][name] for name in ("asked", "plain"))
+    planned = asked["tokens"] / asked["step_s"] * plain["step_s"] / plain["tokens"]
+    return f"{row['speed_up']:.2f}", f"{planned:.2f}", str(row["plan"]["best"]["drafts"])
 
 
 def load() -> str:
