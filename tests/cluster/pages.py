@@ -201,6 +201,8 @@ NOT_RUN = {
     Block(RAY_SERVE, "pip install 'ray[serve]'"): "needs a package index",
     Block(RAY_SERVE, "ValueError"): EXAMPLE,
     Block(BENCHMARKS, "make soak"): MEASURES,
+    Block(BENCHMARKS, "benchmarks/many_gpus.py"): NEEDS_GPU,
+    Block(BENCHMARKS, "4 GPUs, all links"): EXAMPLE,
     Block(BENCHMARKS, "benchmarks/quality.py"): MEASURES,
     Block(BENCHMARKS, "drafts_on_text.py --model"): MEASURES,
     Block(BENCHMARKS, "real_text_load.py --model"): MEASURES,

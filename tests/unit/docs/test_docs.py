@@ -372,7 +372,7 @@ def test_layouts_that_work_beside_gpus_are_tests_for_hosts_with_gpus() -> None:
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
     gpu = ROOT / "tests" / "gpu"
     checked = 0
-    for layout, _, one, two, _ in rows:
+    for layout, _, one, two, *_ in rows:
         codes = re.findall(r"`([cg/]+)`", layout)
         for cell, file, count in ((one, "test_layouts.py", 1), (two, "test_two_gpus.py", 2)):
             tested = re.findall(r'Case\("[\w-]+", "\w+", "([cg/]+)"', (gpu / file).read_text())
@@ -382,6 +382,23 @@ def test_layouts_that_work_beside_gpus_are_tests_for_hosts_with_gpus() -> None:
                 assert set(mine) <= set(tested), layout
                 checked += 1
     assert checked >= 8
+
+
+def test_layouts_of_many_gpus_are_those_that_were_pretended() -> None:
+    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- layouts:")[2].partition("<!-- end of layouts -->")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    named = {code for row in rows for cell in row[4:6] for code in re.findall(r"`([cg/]+)`", cell)}
+    cases = (ROOT / "tests" / "cluster" / "test_many_gpus.py").read_text(encoding="utf-8")
+    stages = re.findall(r'^    "[^"]+": \(?(\[.*?\](?: \* \d)?)(?:, \d\))?,$', cases, re.M)
+    pretended = set()
+    for layout in stages:
+        text = re.sub(r"group\((\d)\)", lambda found: f'"{"g" * int(found[1])}"', layout)
+        text = text.replace('["cpu"]', '"c"').replace('["cpu", *"', '"c')
+        times = re.search(r"\* (\d)$", text)
+        found = re.findall(r'"([cg]+)"', text) * int(times[1] if times else 1)
+        pretended.add("/".join(found))
+    assert named == pretended
 
 
 def test_the_words_of_the_glossary_are_in_order() -> None:
