@@ -33,7 +33,7 @@ OWN_SETTINGS = {
 worker is started for every core at once, which none of the ranks can use: theirs have environments
 of their own."""
 ATTEMPTS = 3
-"""How often Ray is started until it is up."""
+"""Starts of Ray that are tried at most."""
 OUT_OF_TIME = "timed out during startup"
 """Words of the error, of no kind of its own, that `ray._private.node.Node` raises where its head
 does not know its raylet within 30 s: a limit that no setting changes and a busy host exceeds."""
