@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+import pytest
 from published_plans import MACHINES, MODELS, PLANS, lines, models
 
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus, sparse_attention
@@ -40,3 +42,22 @@ def test_what_is_refused_says_why() -> None:
     assert [
         one for one in reasons if "does not fit" not in one and "does not work" not in one
     ] == []
+
+
+def test_what_does_not_fit_has_the_memory_of_the_device_that_is_named() -> None:
+    # vLLM's 92 % of a GPU, 95 % of a socket's memory.
+    parts = {"GPU": ("gpus", 0.92), "socket": ("sockets", 0.95)}
+    number = r"([\d,.]+) GiB"
+    checked = set()
+    for line in written():
+        _, name, answer = line.split(" | ")
+        found = re.search(f"{number} needed, {number} available on (GPU|socket) 0 of host$", answer)
+        assert ("does not fit" in answer) == (found is not None), line
+        if found is None:
+            continue
+        needed, available = (float(part.replace(",", "")) for part in found.groups()[:2])
+        part, share = parts[found[3]]
+        assert available == pytest.approx(share * MACHINES[name][part]["memory_gib"], abs=0.06)
+        assert needed > available
+        checked.add((name, found[3]))
+    assert {kind for _, kind in checked} == parts.keys()
