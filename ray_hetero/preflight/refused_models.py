@@ -9,6 +9,7 @@ from ray_hetero.preflight.refusal import Refusal, refuse_first
 from ray_hetero.preflight.unsupported_checkpoints import (
     CheckpointOnCpus,
     architecture_without_kernel,
+    experts_without_gate,
     experts_without_kernel,
     layers_only_streamed,
     layers_without_kernel,
@@ -22,6 +23,11 @@ from ray_hetero.preflight.unsupported_drafters import (
     has_recurrent_states,
 )
 
+KERNELS_LEFT_OUT = "Leave cpu.linear_kernel out."
+WITHOUT_GATE = (
+    "The ranks ended while they made the model: is_act_and_mul=False is supported only for CUDA, "
+    "XPU and ROCm for now."
+)
 MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
     Refusal(
         "a CPU stage without the CPU kernels of vLLM {found}",
@@ -42,7 +48,14 @@ MODELS_OF_CPU_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
         "cpu.linear_kernel vllm beside a checkpoint with {found} layers",
         layers_only_streamed,
         "vLLM has no CPU kernel for them, and this project's kernels are not to be taken",
-        "Leave cpu.linear_kernel out.",
+        KERNELS_LEFT_OUT,
+    ),
+    Refusal(
+        "cpu.linear_kernel vllm beside experts without a gate ({found})",
+        experts_without_gate,
+        "vLLM computes such experts on GPUs only, and this project's kernels are not to be taken",
+        KERNELS_LEFT_OUT,
+        seen=WITHOUT_GATE,
     ),
     Refusal(
         "a mixture of experts in {found}",
@@ -98,6 +111,13 @@ MODELS_OF_EXPERT_RANKS: Sequence[Refusal[CheckpointOnCpus]] = (
         "this project has no kernels for experts in this format",
         "Take the model as FP8 in blocks, as 4-bit integers, or unquantised, or leave the experts "
         'on the GPUs: "experts": {"ranks": 0}.',
+    ),
+    Refusal(
+        "experts.ranks with cpu.linear_kernel vllm for experts without a gate ({found})",
+        experts_without_gate,
+        "vLLM computes such experts on GPUs only, and this project's kernels are not to be taken",
+        KERNELS_LEFT_OUT,
+        seen=WITHOUT_GATE,
     ),
 )
 """Models that are refused where expert ranks are to compute their experts."""

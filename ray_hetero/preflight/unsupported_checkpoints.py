@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = {"mamba": "Mamba"}
 """Architectures without a kernel → what the layers are: their selective scan is not there."""
+WITHOUT_GATE = ("nemotron_h", "nemotron_h_puzzle")
+"""Architectures whose experts have no gate: an activation stands between their two matrices."""
+LAYER_KEYS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+"""Keys under which these architectures say what each layer is; E or moe has experts."""
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 """Architectures of which most layers are gated convolutions over a few tokens."""
 KEPT = ("ignore", "modules_to_not_convert", "exclude_modules")
@@ -91,6 +95,18 @@ def experts_without_kernel(checkpoint: CheckpointOnCpus) -> str | None:
     if not checkpoint.has_experts or _keeps_experts(checkpoint.scheme):
         return None
     return _first(checkpoint, lambda one: not one.has_experts)
+
+
+def experts_without_gate(checkpoint: CheckpointOnCpus) -> str | None:
+    """Activation of experts without a gate, which vLLM's own kernels, if asked for, do not take."""
+    text = checkpoint.text
+    if (
+        checkpoint.linear_kernel != "vllm"
+        or text.get("model_type", checkpoint.model_type) not in WITHOUT_GATE
+    ):
+        return None
+    kinds = next((text[key] for key in LAYER_KEYS if text.get(key)), "E")
+    return text.get("mlp_hidden_act", "relu2") if {"E", "moe"} & set(kinds) else None
 
 
 def _first(checkpoint: CheckpointOnCpus, lacks: Callable[[CheckpointFormat], bool]) -> str | None:

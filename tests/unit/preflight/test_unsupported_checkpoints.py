@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import NemotronHConfig
 
 from placement.cluster.layout import Layout
 from ray_hetero.cli.demo.stored import FORMATS
@@ -107,6 +108,31 @@ def test_experts_with_one_scale_are_refused(method: str, name: str) -> None:
 def test_an_architecture_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Mamba layers.* scan\. Write a layout without"):
         _refuse(_model(None, model_type="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_refused"), [("MEM*", True), ("M-M*", False), (None, True)], ids=str
+)
+def test_experts_without_a_gate_need_this_projects_kernels(
+    pattern: str | None, is_refused: bool
+) -> None:
+    given = {} if pattern is None else {"hybrid_override_pattern": pattern}
+    config = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2", **given}
+    model = _model(None, model_type="nemotron_h")
+    model.hf_text_config = NemotronHConfig(**given)
+    cpus, beside = (Layout((("cpu",),)), 0), (Layout((("gpu",),)), 2)
+    said = r"vllm (beside|for) experts without a gate \(relu2\) .* Leave cpu.linear_kernel out"
+    for kernel in ("auto", "streaming", "vllm"):
+        for checkpoint in (
+            CheckpointOnCpus.of_config(config, kernel), CheckpointOnCpus.of_model(model, kernel)
+        ):  # fmt: skip
+            refuse_ranks(checkpoint, Layout((("gpu",),)))
+            for ranks in (cpus, beside):
+                if kernel == "vllm" and is_refused:
+                    with pytest.raises(UnsupportedError, match=said):
+                        refuse_ranks(checkpoint, *ranks)
+                else:
+                    refuse_ranks(checkpoint, *ranks)
 
 
 @pytest.mark.parametrize("pattern", [[0.95, 0.0], 0.95])
