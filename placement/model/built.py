@@ -122,7 +122,7 @@ def caches_of(
 
 def _cache(one: Values, kv_dtype: str | None, width: int) -> KvCache:
     if one["kind"] == "state":
-        return KvCache(0, 1, state_bytes=int(one["state"]))
+        return KvCache(0, 1, state_bytes=int(one["state"]), draft_bytes=int(one["draft"]))
     asked = kv_bytes(kv_dtype, int(one["width"]))
     # Caches whose values are bytes hold scales as well, and keep their form.
     scale = asked if int(one["width"]) == width else int(one["width"])
@@ -137,13 +137,16 @@ def _cache(one: Values, kv_dtype: str | None, width: int) -> KvCache:
 
 def _merged(found: list[KvCache]) -> KvCache | None:
     """One cache of a layer, others beside it; equal ones and states are added up."""
-    states = sum(one.state_bytes for one in found)
+    states = {
+        "state_bytes": sum(one.state_bytes for one in found),
+        "draft_bytes": sum(one.draft_bytes for one in found),
+    }
     growing = sorted(
         (one for one in found if one.bytes_per_token), key=lambda one: -one.bytes_per_token
     )
     if not growing:
-        return KvCache(0, 1, state_bytes=states) if states else None
-    return replace(growing[0], state_bytes=states, beside=tuple(growing[1:]))
+        return KvCache(0, 1, **states) if states["state_bytes"] else None
+    return replace(growing[0], **states, beside=tuple(growing[1:]))
 
 
 def _tensor(one: Values, kv_heads: int, bits: int) -> Tensor:

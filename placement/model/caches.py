@@ -67,10 +67,11 @@ def cache_of(config: Config, index: int, width: int) -> KvCache:
     types = config.texts("layer_types")
     kind = types[index] if index < len(types) else FULL[0]
     if kind == DELTA_NET and config.model_type not in ARCHITECTURES:
-        return KvCache(0, 1, state_bytes=_delta_net(config, width))
+        return _delta_net(config, width)
     if kind == CONVOLUTION and config.model_type not in ARCHITECTURES:
+        inputs = config.hidden * width
         taps = config.number("conv_L_cache", least=2)
-        return KvCache(0, 1, state_bytes=(taps - 1) * config.hidden * width)
+        return KvCache(0, 1, state_bytes=(taps - 1) * inputs, draft_bytes=inputs)
     if mla is not None:
         latent = mla.kv_lora_rank + mla.qk_rope_head_dim
         flops = 2 * config.heads * (latent + mla.kv_lora_rank)
@@ -91,11 +92,12 @@ def latents_of(config: Config) -> Mla | None:
     )
 
 
-def _delta_net(config: Config, width: int) -> int:
+def _delta_net(config: Config, width: int) -> KvCache:
     """State of Gated DeltaNet: its convolution's last inputs, and a matrix of each value head.
 
     The matrices are in float32, as vLLM's CPU ranks have them whatever is asked for.
     """
     keys, values, key, value, taps = (config.number(name) for name in DELTA_NET_KEYS)
-    channels = 2 * keys * key + values * value
-    return channels * (taps - 1) * width + values * key * value * FLOAT32
+    inputs = (2 * keys * key + values * value) * width
+    state = inputs * (taps - 1) + values * key * value * FLOAT32
+    return KvCache(0, 1, state_bytes=state, draft_bytes=inputs)

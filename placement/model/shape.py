@@ -116,16 +116,17 @@ class ModelShape:
         """Bytes that one more token adds to a long sequence, over all layers."""
         return self.kv_bytes(2 * LONG, 1) - self.kv_bytes(2 * LONG - 1, 1)
 
-    def kv_bytes(self, tokens: int, chunk: int) -> int:
+    def kv_bytes(self, tokens: int, chunk: int, drafts: int = 0) -> int:
         """Bytes that a sequence keeps over all layers.
 
         Args:
             tokens: of the sequence.
             chunk: of it that are in flight.
+            drafts: of it in a step.
 
         """
         caches = (layer.kv for layer in self.layers)
-        return sum(kv.rank_held(1, tokens, chunk) for kv in caches if kv is not None)
+        return sum(kv.rank_held(1, tokens, chunk, drafts) for kv in caches if kv is not None)
 
     def around(self, *, first: bool, last: bool) -> tuple[Tensor, ...]:
         """Tensors outside the layers that a stage holds, as vLLM 0.32 places them."""

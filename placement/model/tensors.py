@@ -67,6 +67,8 @@ class KvCache:
     """Floating-point operations of attention for one (query, key) pair, all heads."""
     state_bytes: int = 0
     """Constant bytes of a sequence: Gated DeltaNet, Mamba, a short convolution."""
+    draft_bytes: int = 0
+    """Bytes that a state grows by with each draft of a step, whose inputs its convolution keeps."""
     is_kept_whole: bool = False
     """Whether tokens behind the window are kept too, as vLLM does with chunks of attention."""
     beside: tuple[KvCache, ...] = ()
@@ -77,9 +79,16 @@ class KvCache:
         heads = -(-self.heads // tensor_parallel_size)
         return self.bytes_per_token * heads // self.heads
 
-    def rank_state_bytes(self, tensor_parallel_size: int) -> int:
-        """Bytes of a sequence's state on one tensor-parallel rank, rounded up."""
-        return -(-self.state_bytes // tensor_parallel_size)
+    def rank_state_bytes(self, tensor_parallel_size: int, drafts: int = 0) -> int:
+        """Bytes of one state of a sequence on one tensor-parallel rank, rounded up.
+
+        Args:
+            tensor_parallel_size: ranks of the stage.
+            drafts: that a step verifies of a sequence at most; it then has a state behind each of
+                them, and one behind the token before, so that any number can be refused.
+
+        """
+        return -(-(self.state_bytes + drafts * self.draft_bytes) // tensor_parallel_size)
 
     def seen(self, context: int) -> int:
         """How many of a sequence's tokens this layer looks at."""
@@ -91,24 +100,29 @@ class KvCache:
             return context
         return min(context, self.window - 1 + chunk)
 
-    def rank_held(self, tensor_parallel_size: int, context: int, chunk: int) -> int:
+    def rank_held(
+        self, tensor_parallel_size: int, context: int, chunk: int, drafts: int = 0
+    ) -> int:
         """Bytes that one tensor-parallel rank keeps of a sequence, all caches of the layer.
 
         Args:
             tensor_parallel_size: ranks of the stage.
             context: tokens of the sequence.
             chunk: tokens of it that are in flight.
+            drafts: see `rank_state_bytes`.
 
         """
         size = tensor_parallel_size
-        own = self.rank_bytes(size) * self.kept(context, chunk) + self.rank_state_bytes(size)
-        return own + sum(one.rank_held(size, context, chunk) for one in self.beside)
+        states = (1 + drafts) * self.rank_state_bytes(size, drafts)
+        own = self.rank_bytes(size) * self.kept(context, chunk) + states
+        return own + sum(one.rank_held(size, context, chunk, drafts) for one in self.beside)
 
-    def rank_read(self, tensor_parallel_size: int, context: int) -> int:
-        """Bytes that a decode step reads of a sequence on one rank, and writes of its state."""
+    def rank_read(self, tensor_parallel_size: int, context: int, drafts: int = 0) -> int:
+        """Bytes that a decode step reads of a sequence on one rank, and writes of its states."""
         size = tensor_parallel_size
-        own = self.rank_bytes(size) * self.seen(context) + 2 * self.rank_state_bytes(size)
-        return own + sum(one.rank_read(size, context) for one in self.beside)
+        states = (2 + drafts) * self.rank_state_bytes(size, drafts)
+        own = self.rank_bytes(size) * self.seen(context) + states
+        return own + sum(one.rank_read(size, context, drafts) for one in self.beside)
 
     @property
     def is_full(self) -> bool:

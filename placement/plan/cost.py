@@ -148,7 +148,8 @@ def _layer_on_rank(
     flops = sum(2 * run.tokens * _used(shape, t) * t.rank_weights(size) for t in others)
     kv = 0.0
     if layer.kv is not None:
-        kv = run.sequences * layer.kv.rank_read(size, run.context) / figures.reached_bandwidth
+        cached = layer.kv.rank_read(size, run.context, run.drafts)
+        kv = run.sequences * cached / figures.reached_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
     read = _read(shape, others, size, run, figures) / figures.reached_bandwidth
     compute = max(0.0, flops / figures.compute - read - kv)

@@ -92,7 +92,7 @@ class Drafter:
             return 0
         tokens, sequences = asked_tokens(work), asked_sequences(work)
         return sum(
-            kv_bytes(layer, size, tokens, sequences, work.max_batched_tokens)
+            kv_bytes(layer, size, tokens, sequences, work.max_batched_tokens, self.drafts)
             for layer in self.shape.layers
         )
 

@@ -36,11 +36,23 @@ class Memory:
         return self.beside_kv + self.kv
 
 
-def kv_bytes(layer: Layer, size: int, tokens: int, sequences: int, chunk: int) -> int:
-    """KV bytes that a rank keeps of one layer for some sequences of `tokens` tokens each."""
+def kv_bytes(
+    layer: Layer, size: int, tokens: int, sequences: int, chunk: int, drafts: int = 0
+) -> int:
+    """KV bytes that a rank keeps of one layer for some sequences of `tokens` tokens each.
+
+    Args:
+        layer: of the model.
+        size: of its stage.
+        tokens: of each sequence.
+        sequences: that have room.
+        chunk: tokens of one that are in flight.
+        drafts: of a sequence in a step.
+
+    """
     if layer.kv is None:
         return 0
-    return sequences * layer.kv.rank_held(size, tokens, chunk)
+    return sequences * layer.kv.rank_held(size, tokens, chunk, drafts)
 
 
 def layer_weights(layer: Layer, size: int) -> int:

@@ -26,6 +26,11 @@ class Pass:
         """Whether most of its tokens are read only."""
         return self.tokens > self.outputs
 
+    @property
+    def drafts(self) -> int:
+        """Drafts of each sequence."""
+        return self.outputs // self.sequences - 1
+
     def pairs(self, kv: KvCache) -> int:
         """(query, key) pairs of attention."""
         return self.tokens * kv.seen(self.context)

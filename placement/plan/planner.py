@@ -163,9 +163,12 @@ class Planner:
         return Split(stages, self.objective, self.work, tokens)
 
     @property
+    def _drafts(self) -> int:
+        return 0 if self.drafter is None else self.drafter.drafts
+
+    @property
     def _decode(self) -> Pass:
-        drafts = 0 if self.drafter is None else self.drafter.drafts
-        return decode_pass(self.work.batch, self.work.context, drafts)
+        return decode_pass(self.work.batch, self.work.context, self._drafts)
 
     @property
     def _prefill(self) -> tuple[tuple[int, Pass], ...]:
@@ -208,7 +211,8 @@ class Planner:
         chunk = self.work.max_batched_tokens
         return {
             size: tuple(
-                kv_bytes(layer, size, tokens, sequences, chunk) for layer in self.shape.layers
+                kv_bytes(layer, size, tokens, sequences, chunk, self._drafts)
+                for layer in self.shape.layers
             )
             for size in self._sizes
         }

@@ -166,7 +166,8 @@ def _remarks(facts: EngineFacts, found: LayerPlan, choice: Choice | None) -> Ite
     assert facts.shape is not None
     if choice is not None:
         yield f"Layout (automatic): {choice}."
-    one = facts.shape.kv_bytes(facts.max_model_len, 1)
+    drafts = 0 if facts.drafter is None else facts.drafter.drafts
+    one = facts.shape.kv_bytes(facts.max_model_len, 1, drafts)
     yield (
         f"A sequence of {plural(facts.max_model_len, 'token')} (--max-model-len) takes "
         f"{size(one)} of KV cache, all ranks together."

@@ -31,12 +31,19 @@ def write_draft_model(directory: Path) -> Path:
     return write_demo_model(directory, shape=DemoShape(layers=2), dtype="f32")
 
 
-def write_eagle_head(directory: Path, target: Path) -> Path:
-    """An EAGLE head: what it is given passes a layer that adds little."""
+def write_eagle_head(directory: Path, target: Path, **more: Any) -> Path:
+    """An EAGLE head: what it is given passes a layer that adds little.
+
+    Args:
+        directory: where to.
+        target: the model that it drafts for, of the demo model's width.
+        more: keys of the head's configuration that are not the target's.
+
+    """
     noise = _noise("fc", SHAPE.hidden, SHAPE.hidden)
     weights = _quiet_layer("layers.0", SHAPE.hidden)
     weights["fc.weight"] = torch.cat([torch.eye(SHAPE.hidden), 0.02 * noise], dim=1)
-    return _write(directory, target, weights)
+    return _write(directory, target, weights, **more)
 
 
 def write_eagle3_head(directory: Path, target: Path) -> Path:
@@ -89,6 +96,45 @@ def write_mtp_model(directory: Path, target: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def favour_successors(model: Path, factor: float = 12.0, share: float = 0.5) -> None:
+    """Let the output matrix of a random model favour one successor of each token.
+
+    Args:
+        model: folder of the checkpoint.
+        factor: on the embedding, so that more of it is left behind the layers.
+        share: of the predecessor's embedding in a row of the matrix.
+
+    """
+    weights = load_file(model / "model.safetensors")
+    embedding, rows = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    embedding *= factor
+    unit = embedding / embedding.std() / rows.shape[1] ** 0.5
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    rows[order] += share * unit[order.roll(1)]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def add_mtp_layer(model: Path, like: str) -> None:
+    """Add a layer that predicts one token more, as Qwen3-Next's checkpoints have it.
+
+    Args:
+        model: folder of the checkpoint.
+        like: name of the model's layer whose weights it has, small.
+
+    """
+    weights = load_file(model / "model.safetensors")
+    hidden = weights["model.embed_tokens.weight"].shape[1]
+    for name, weight in list(weights.items()):
+        if name.startswith(f"{like}."):
+            own = name.replace(like, "mtp.layers.0")
+            weights[own] = 0.03 * weight if weight.dim() > 1 else weight.clone()
+    noise = _noise("fc", hidden, hidden)
+    weights["mtp.fc.weight"] = torch.cat([torch.eye(hidden), 0.02 * noise], dim=1)
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(hidden)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
 def _quiet_layer(name: str, width: int) -> Weights:

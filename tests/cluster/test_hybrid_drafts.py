@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from drafters import SHAPE, add_mtp_layer, favour_successors, write_eagle_head
 from engines import (
     IN_THIS_PROCESS,
     Json,
@@ -120,15 +121,41 @@ def test_mixers_of_mamba_2_verify_drafts(scene: Scene, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_gated_delta_net_verifies_drafts(scene: Scene, tmp_path: Path) -> None:
     # vLLM's operators for CPUs compute one in bfloat16, and with heads of 128 elements.
-    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts_per_tok": 8}
+    sizes = {
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
     path = write_checkpoint(tmp_path / "model", "Qwen3NextForCausalLM", changed=sizes)
+    favour_successors(path)
+    add_mtp_layer(path, like="model.layers.1")
     asked = batch(prompts(), max_tokens=48, logprobs=2)
     given = LIMITS | {"dtype": "bfloat16"}
     (expected,) = without_drafts(scene, tmp_path / "stock", [path], asked, given)
-    made = drafting(path, ["cpu"], {"method": "custom_class", "model": CLASS, **DRAFTED}, given)
+    made = [
+        drafting(path, ["cpu"], drafts | DRAFTED, given)
+        for drafts in ({"method": "custom_class", "model": CLASS}, {"method": "mtp"})
+    ]
+    for found, accepted in with_drafts(scene, tmp_path / "ours", made, asked):
+        for answers in found:
+            pairs = zip(answers, expected, strict=True)
+            # Rounding in steps of several tokens changes tokens that are nearly alike.
+            assert all(compared_until_near_ties(theirs, ours) for ours, theirs in pairs)
+        assert 0.2 < accepted < 0.9
+
+
+@pytest.mark.slow
+def test_an_eagle_head_drafts_for_a_hybrid(scene: Scene, tmp_path: Path) -> None:
+    sizes = {"hidden_size": SHAPE.hidden, "tie_word_embeddings": False}
+    path = write_checkpoint(tmp_path / "model", GRANITE, changed=sizes)
+    favour_successors(path)
+    head = write_eagle_head(
+        tmp_path / "head", path, model_type="llama", architectures=["LlamaForCausalLM"],
+        num_attention_heads=SHAPE.heads, num_key_value_heads=SHAPE.kv_heads,
+        intermediate_size=SHAPE.intermediate,
+    )  # fmt: skip
+    asked, given = batch(prompts(), max_tokens=48), LIMITS | {"dtype": "float32"}
+    (expected,) = without_drafts(scene, tmp_path / "stock", [path], asked, given)
+    made = drafting(path, ["cpu"], {"method": "eagle", "model": str(head), **DRAFTED}, given)
     ((found, accepted),) = with_drafts(scene, tmp_path / "ours", [made], asked)
-    for answers in found:
-        pairs = zip(answers, expected, strict=True)
-        # Rounding in steps of several tokens changes tokens that are nearly alike.
-        assert all(compared_until_near_ties(theirs, ours) for ours, theirs in pairs)
-    assert accepted > 0.2
+    assert [tokens(one) for one in found] == [tokens(expected)] * 2
+    assert 0.2 < accepted < 0.9

@@ -14,6 +14,7 @@ from ray_hetero.compat.patching import original
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import MambaSpec
 
 Values = dict[str, Any]
 TOWERS = ("vision", "visual", "audio", "image", "vit", "tower", "projector", "connector")
@@ -204,9 +205,13 @@ def _caches(model: nn.Module, vllm_config: VllmConfig, layers: str) -> Iterator[
             continue
         spec = original(layer, "get_kv_cache_spec")(vllm_config)
         if isinstance(spec, MambaSpec):
-            sizes = zip(spec.shapes, spec.dtypes, strict=True)
-            state = sum(prod(shape) * dtype.itemsize for shape, dtype in sizes)
-            yield known | {"kind": "state", "state": state, "replicated": spec.tp_replicated}
+            state = _state_bytes(spec)
+            yield known | {
+                "kind": "state",
+                "state": state,
+                "draft": _state_bytes(_with_a_draft(layer, vllm_config)) - state,
+                "replicated": spec.tp_replicated,
+            }
         elif isinstance(spec, AttentionSpec):
             window = getattr(spec, "sliding_window", None)
             chunk = getattr(spec, "attention_chunk_size", None)
@@ -220,6 +225,27 @@ def _caches(model: nn.Module, vllm_config: VllmConfig, layers: str) -> Iterator[
                 "flops": 2 * int(getattr(layer, "num_heads", 0) or 0)
                 * (spec.head_size + (spec.head_size_v or spec.head_size)),
             }  # fmt: skip
+
+
+def _state_bytes(spec: MambaSpec) -> int:
+    sizes = zip(spec.shapes, spec.dtypes, strict=True)
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in sizes)
+
+
+def _with_a_draft(layer: Any, vllm_config: VllmConfig) -> MambaSpec:
+    """The states of a layer in steps that verify one draft of each sequence.
+
+    Uses: `MambaMixer2.num_spec`, `GatedDeltaNetAttention.num_spec`, `ShortConv.num_spec`; other
+    layers keep no more for drafts.
+    """
+    before = getattr(layer, "num_spec", None)
+    if before is None:
+        return layer.get_kv_cache_spec(vllm_config)
+    layer.num_spec = before + 1
+    try:
+        return layer.get_kv_cache_spec(vllm_config)
+    finally:
+        layer.num_spec = before
 
 
 def _number_in(name: str, layers: str) -> int | None:

@@ -27,7 +27,7 @@ MODULE = "ray_hetero.planning.sizes.built_model"
 """Program of the process."""
 LIMIT_S = 240.0
 """Seconds that the process may take; it imports vLLM, which takes 10 to 40."""
-FORM = 3
+FORM = 4
 """Number of the form of kept answers; another one is not read."""
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1",

@@ -65,9 +65,11 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -562,6 +564,10 @@ def test_private_names_exist(where: str, owner: Any, name: str) -> None:
 
 ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/models/model_parts", Attention, "kv_sharing_target_layer_name"),
+    *(
+        ("compat/models/model_parts", one, "num_spec")
+        for one in (MambaMixer2, GatedDeltaNetAttention, ShortConv)
+    ),
     ("compat/models/latent_attention", AMXMLAImpl, "_w_uk_packed"),
     ("compat/models/latent_attention", AMXMLAImpl, "_w_uv_packed"),
     *(

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from placement.model.built import shape_from_parts
-from placement.model.caches import caches_only_vllm_knows
+from placement.model.caches import cache_of, caches_only_vllm_knows
 from placement.model.config import Config
 from placement.model.reading import shape_from_config
 from placement.model.shape import ModelShape
 from placement.model.tensors import KvCache
 from placement.plan.memory import kv_bytes
+from placement.plan.passes import decode_pass, prefill_pass
 from placement.units import GIB
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
@@ -118,6 +119,33 @@ def test_a_rank_keeps_its_part_of_heads_and_of_a_state() -> None:
 def test_the_planner_counts_states_once_a_sequence() -> None:
     (layer,) = {one for one in from_vllm("lfm2-8b-a1b").layers if one.index == 0}
     assert kv_bytes(layer, 1, 100, 3, 16) == kv_bytes(layer, 1, 100_000, 3, 16) == 3 * 8192
+
+
+def test_drafts_take_states_of_their_own() -> None:
+    # Three drafts: a state behind each and one before them, all with inputs of 3 more tokens.
+    matrices, channels = 32 * 128 * 128 * 4, 2 * 16 * 128 + 32 * 128
+    state = 4 * (matrices + channels * (3 + 3) * 2)
+    keys = 12 * 2 * 2 * 256 * 2
+    shape = from_vllm("qwen3-next-80b-a3b")
+    assert shape.kv_bytes(1024, 1, drafts=3) == keys * 1024 + 36 * state
+    config = published("qwen3-next-80b-a3b") | {"layer_types": ["linear_attention"]}
+    assert cache_of(Config(config), 0, 2).rank_held(1, 1024, 1, 3) == state
+    # A short convolution keeps inputs only.
+    lfm2 = 6 * 2 * 8 * 64 * 2 * 1000 + 18 * 4 * 2048 * (2 + 3) * 2
+    assert from_vllm("lfm2-8b-a1b").kv_bytes(1000, 1, drafts=3) == lfm2
+    config = published("lfm2-8b-a1b")
+    assert cache_of(Config(config), 0, 2).rank_held(1, 1000, 1, 3) == 4 * 2048 * (2 + 3) * 2
+    # Layers without a state keep nothing more.
+    plain = shape_from_config(published("llama-3.3-70b"))
+    assert plain.kv_bytes(1024, 1, drafts=3) == plain.kv_bytes(1024, 1)
+
+
+def test_states_of_drafts_are_divided_among_ranks_and_written_in_a_step() -> None:
+    cache = KvCache(1024, 4, state_bytes=1000, draft_bytes=100)
+    assert cache.rank_held(2, 100, 1, drafts=2) == 512 * 100 + 3 * 600
+    assert cache.rank_read(2, 100, drafts=2) == 512 * 100 + (1 + 3) * 600
+    assert decode_pass(4, 100, 2).drafts == 2
+    assert prefill_pass(100).drafts == 0
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from placement.model.built import shape_from_parts
 from placement.model.config import UnknownModelError
@@ -70,6 +74,36 @@ def test_sizes_are_those_that_publishers_give(name: str, billions: float) -> Non
     shape = shape_from_parts(parts, published(name))
     width = 1 if published(name).get("quantization_config") else 2
     assert shape.weight_bytes == pytest.approx(billions * 1e9 * width, rel=0.03)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("name", "shapes", "sizes"),
+    [
+        (
+            "nemotron-3-nano-30b",
+            MambaStateShapeCalculator.mamba2_state_shape,
+            (1, 64 * 64, 8, 64, 64, 128, 4),
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            MambaStateShapeCalculator.gated_delta_net_state_shape,
+            (1, 16, 32, 128, 128, 4),
+        ),
+    ],
+)
+def test_states_of_drafts_take_what_vllm_asks_for(
+    name: str, shapes: Any, sizes: tuple[int, ...], drafts: int
+) -> None:
+    spec = MambaSpec(
+        block_size=1024, shapes=shapes(*sizes, num_spec=drafts),
+        dtypes=(torch.bfloat16, torch.float32), num_speculative_blocks=drafts,
+    )  # fmt: skip
+    asked: Any = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
+    parts = json.loads((BUILT / f"{name}.json").read_text(encoding="utf-8"))
+    caches = [layer.kv for layer in shape_from_parts(parts, published(name)).layers]
+    states = {one.rank_held(1, 0, 1, drafts) for one in caches if one and one.state_bytes}
+    assert states == {spec.max_memory_usage_bytes(asked)}
 
 
 def test_every_published_model_has_sizes() -> None:
