@@ -33,6 +33,7 @@ IN_TORCH = {
     "fused_gdn_gating_cpu": NO_FORM,
     "get_scheduler_metadata": HERE,
     "greedy_argmax": HERE,
+    "mamba_chunk_scan_fwd_cpu": NO_FORM,
     "mla_decode_kvcache": NO_FORM,
     "onednn_mm": "`torch.nn.functional.linear`",
     "rms_norm": HERE,

@@ -137,16 +137,14 @@ def _cache(one: Values, kv_dtype: str | None, width: int) -> KvCache:
 
 def _merged(found: list[KvCache]) -> KvCache | None:
     """One cache of a layer, others beside it; equal ones and states are added up."""
-    states = {
-        "state_bytes": sum(one.state_bytes for one in found),
-        "draft_bytes": sum(one.draft_bytes for one in found),
-    }
+    state = sum(one.state_bytes for one in found)
+    draft = sum(one.draft_bytes for one in found)
     growing = sorted(
         (one for one in found if one.bytes_per_token), key=lambda one: -one.bytes_per_token
     )
     if not growing:
-        return KvCache(0, 1, **states) if states["state_bytes"] else None
-    return replace(growing[0], **states, beside=tuple(growing[1:]))
+        return KvCache(0, 1, state_bytes=state, draft_bytes=draft) if state else None
+    return replace(growing[0], state_bytes=state, draft_bytes=draft, beside=tuple(growing[1:]))
 
 
 def _tensor(one: Values, kv_heads: int, bits: int) -> Tensor:

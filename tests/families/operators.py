@@ -32,14 +32,21 @@ operators."""
 START, PROMPT, DECODE = "start", "prompt", "decode"
 RESULTS = Path(__file__).with_suffix(".json")
 LINEAR_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-CHANGED = {"Qwen3NextForCausalLM": LINEAR_HEADS}
-"""By architecture: sizes that vLLM's operators ask for, in the place of small ones."""
+MAMBA_2 = "GraniteMoeHybridForCausalLM"
+"""Stands for all models with mixers of Mamba 2, whose layers have no row of their own."""
+CHANGED = {
+    "Qwen3NextForCausalLM": LINEAR_HEADS,
+    MAMBA_2: {"hidden_size": 256, "mamba_n_heads": 32, "mamba_d_head": 16},
+}
+"""By architecture: sizes that vLLM's operators and this project's ask for, in the place of small
+ones."""
 MINUTES = 10
 
 
 def architectures() -> list[str]:
-    """The first architecture of each row that the page marks *yes* or *attention*."""
-    return [one.names[0] for one in ARCHITECTURES if not one.why_not]
+    """The first architecture of each row that the page marks *yes* or *attention*, and one with
+    mixers of Mamba 2."""
+    return [*(one.names[0] for one in ARCHITECTURES if not one.why_not), MAMBA_2]
 
 
 def arguments(directory: Path) -> Json:
