@@ -31,19 +31,12 @@ def write_draft_model(directory: Path) -> Path:
     return write_demo_model(directory, shape=DemoShape(layers=2), dtype="f32")
 
 
-def write_eagle_head(directory: Path, target: Path, **more: Any) -> Path:
-    """An EAGLE head: what it is given passes a layer that adds little.
-
-    Args:
-        directory: where to.
-        target: the model that it drafts for, of the demo model's width.
-        more: keys of the head's configuration that are not the target's.
-
-    """
+def write_eagle_head(directory: Path, target: Path) -> Path:
+    """An EAGLE head: what it is given passes a layer that adds little."""
     noise = _noise("fc", SHAPE.hidden, SHAPE.hidden)
     weights = _quiet_layer("layers.0", SHAPE.hidden)
     weights["fc.weight"] = torch.cat([torch.eye(SHAPE.hidden), 0.02 * noise], dim=1)
-    return _write(directory, target, weights, **more)
+    return _write(directory, target, weights)
 
 
 def write_eagle3_head(directory: Path, target: Path) -> Path:
@@ -98,7 +91,7 @@ def write_mtp_model(directory: Path, target: Path) -> Path:
     return directory
 
 
-def favour_successors(model: Path, factor: float = 12.0, share: float = 0.5) -> None:
+def favour_successors(model: Path, factor: float = 25.0, share: float = 0.5) -> None:
     """Let the output matrix of a random model favour one successor of each token.
 
     Args:
