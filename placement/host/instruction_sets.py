@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from placement.errors import TopologyError
 
@@ -26,6 +26,9 @@ class Level:
     """bf16 FLOP per second and core at 2 GHz, of matrix products that lie in its caches."""
     is_wide: bool = False
     """Whether vectors have 512 bits, which expand compact weights as fast as memory is read."""
+    expanded: Mapping[int, float] = field(default_factory=dict)
+    """Weights a second and core in products of one row, by bits of a weight; none where no
+    measurement was limited by them before the memory."""
 
 
 LEVELS: dict[str, Level] = {
@@ -35,8 +38,18 @@ LEVELS: dict[str, Level] = {
     "avx512": Level("AVX-512", ("avx512f", "avx512_vnni"), 128e9, is_wide=True),
     # Two units with 512 bits: 64 a cycle, as the table of parts has it for EPYC 9654.
     "avx512_bf16": Level("AVX512-BF16", ("avx512_bf16",), 154e9, is_wide=True),
-    # Tiles: 1024 a cycle.
-    "amx": Level("AMX-BF16", ("amx_bf16", "amx_int8", "amx_tile"), 2048e9, is_wide=True),
+    # Tiles: 1024 a cycle.  Of 4 bits, 14 and 16 cores expand 11 to 15 x 10^9 weights a second each
+    # (benchmarks/results/gpu-host: 2026-11-23-h100-codes, 2026-11-26-h200-decode-step,
+    # 2026-11-26-h100-rows-formats, 2026-11-27-h100-decode-step, 2026-11-30-h200-one-flag); 8 and
+    # 12 bits are those of weights that lie in a core's cache (2026-11-28-h200-reads, and
+    # cpu-host/2026-11-30-expanded-weights).
+    "amx": Level(
+        "AMX-BF16",
+        ("amx_bf16", "amx_int8", "amx_tile"),
+        2048e9,
+        is_wide=True,
+        expanded={4: 14e9, 8: 17e9, 12: 12e9},
+    ),
 }
 """Levels of the kernels, ascending."""
 INSTRUCTION_SETS = frozenset(flag for level in LEVELS.values() for flag in level.flags)

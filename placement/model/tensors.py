@@ -37,6 +37,11 @@ class Tensor:
         return self.elements * self.count * self.values
 
     @property
+    def bits(self) -> int:
+        """Bits of one weight; 0 of scales and norms."""
+        return 8 * self.dtype_bytes // self.values if self.values else 0
+
+    @property
     def is_16_bit_matrix(self) -> bool:
         """Whether a linear layer or an expert multiplies with it as it is."""
         return self.dtype_bytes == 2 and self.values == 1

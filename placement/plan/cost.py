@@ -2,10 +2,13 @@
 
 Decode reads every weight that a token of the batch needs and the KV cache of the batch's
 contexts, so a layer costs bytes ÷ bandwidth, or its operations ÷ compute where these take longer.
+On a socket, weights of few bits cost weights ÷ what its cores expand, where that takes longer.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import replace
 
 from placement.host.row_costs import RowCosts
@@ -141,7 +144,7 @@ def _remote_experts(
 def _layer_on_rank(
     shape: ModelShape, layer: Layer, figures: DeviceFigures, size: int, run: Pass
 ) -> Step:
-    weights = _read(shape, layer.tensors, size, run, figures) / figures.reached_bandwidth
+    weights = _reading(shape, layer.tensors, size, run, figures)
     known = _row_costs(figures, run)
     measured = () if known is None else tuple(t for t in layer.tensors if t.is_16_bit_matrix)
     others = tuple(tensor for tensor in layer.tensors if tensor not in measured)
@@ -151,7 +154,7 @@ def _layer_on_rank(
         cached = layer.kv.rank_read(size, run.context, run.drafts)
         kv = run.sequences * cached / figures.reached_bandwidth
         flops += run.pairs(layer.kv) * layer.kv.flops_per_pair / size
-    read = _read(shape, others, size, run, figures) / figures.reached_bandwidth
+    read = _reading(shape, others, size, run, figures)
     compute = max(0.0, flops / figures.compute - read - kv)
     if figures.kind == "cpu":
         # Half of an 8B model on a socket takes 39.4 ms for one token, 41.9 for 8 and 50.7 for 32
@@ -160,8 +163,7 @@ def _layer_on_rank(
         compute = max(compute, (1 - 1 / run.tokens) * flops / figures.compute)
     if known is not None:
         compute += sum(
-            _read(shape, (tensor,), size, run, figures)
-            / figures.reached_bandwidth
+            _reading(shape, (tensor,), size, run, figures)
             * (known.of(_rows(shape, tensor, run)) - 1)
             for tensor in measured
         )
@@ -174,16 +176,38 @@ def _layer_on_rank(
 def _read(
     shape: ModelShape, tensors: tuple[Tensor, ...], size: int, run: Pass, figures: DeviceFigures
 ) -> float:
-    awake = 1.0
-    if shape.experts:
-        distinct = distinct_experts(shape.experts, shape.active_experts, run.tokens)
-        awake = distinct / shape.experts
+    """Bytes that a rank reads of tensors."""
+    return sum(
+        tensor.rank_bytes(size) * _held(tensor, figures) * _awake(shape, tensor, run)
+        for tensor in tensors
+    )
 
-    def share(tensor: Tensor) -> float:
-        held = figures.read_share if tensor.is_16_bit_matrix else 1
-        return held * awake if tensor.role == "expert" else held
 
-    return sum(tensor.rank_bytes(size) * share(tensor) for tensor in tensors)
+def _reading(
+    shape: ModelShape, tensors: tuple[Tensor, ...], size: int, run: Pass, figures: DeviceFigures
+) -> float:
+    """Seconds in which a rank reads tensors for one row, and expands weights of few bits."""
+    read: dict[str, float] = defaultdict(float)
+    expanded: dict[str, float] = defaultdict(float)
+    for tensor in tensors:
+        share, awake = _held(tensor, figures), _awake(shape, tensor, run)
+        rate = figures.expanded.get(int(tensor.bits * share), math.inf)
+        # Scales are read with the codes that they belong to.
+        read[tensor.role] += tensor.rank_bytes(size) * share * awake / figures.reached_bandwidth
+        expanded[tensor.role] += tensor.rank_weights(size) * awake / rate
+    return sum(max(seconds, expanded[role]) for role, seconds in read.items())
+
+
+def _held(tensor: Tensor, figures: DeviceFigures) -> float:
+    """Share of a tensor's bytes that a rank holds."""
+    return figures.read_share if tensor.is_16_bit_matrix else 1.0
+
+
+def _awake(shape: ModelShape, tensor: Tensor, run: Pass) -> float:
+    """Share of a tensor that a pass reads: of the experts, those that its tokens choose."""
+    if tensor.role != "expert" or not shape.experts:
+        return 1.0
+    return distinct_experts(shape.experts, shape.active_experts, run.tokens) / shape.experts
 
 
 def _row_costs(figures: DeviceFigures, run: Pass) -> RowCosts | None:
@@ -239,7 +263,7 @@ def output_step(shape: ModelShape, stage: StageDevices, run: Pass) -> Step:
 
 def _output_on_rank(shape: ModelShape, figures: DeviceFigures, size: int, run: Pass) -> float:
     matrix = shape.output_matrix
-    reading = _read(shape, matrix, size, run, figures) / figures.reached_bandwidth
+    reading = _reading(shape, matrix, size, run, figures)
     known = _row_costs(figures, run)
     if known is not None and all(tensor.is_16_bit_matrix for tensor in matrix):
         return reading * known.of(run.outputs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
@@ -47,6 +47,9 @@ class DeviceFigures:
     """Share of the bytes of 16-bit matrices that a step reads: below 1 where they are compact."""
     reached_share: float = 1.0
     """Share of `read_bandwidth` at which a decode step reads weights while it multiplies them."""
+    expanded: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Weights per second that a socket's cores make bf16 of while they multiply one row, by bits of
+    a weight; others are as fast as memory is read."""
     row_costs: RowCosts | None = None
     """Cost to a socket of a decode step of several rows; None where its operations tell."""
     adds_within_step: bool = False

@@ -24,7 +24,7 @@ from ray_hetero.planning.prompt_gpus import (
     with_prompt_gpus,
 )
 from ray_hetero.planning.seat_devices import gpu_device, socket_device
-from ray_hetero.planning.sockets import read_share, streams_weights
+from ray_hetero.planning.sockets import expanded, read_share, streams_weights
 from ray_hetero.world import World
 
 
@@ -149,7 +149,9 @@ def rank_devices(request: PlanRequest, world: World, speeds: RankSpeeds) -> tupl
             ranks_on_node=ranks_on_node[seat.node_id],
             said=said,
         )
-        return _socket_in_stage(device, stage, request, host, speeds.row_costs.get(seat.rank))
+        device = _socket_in_stage(device, stage, request, host, speeds.row_costs.get(seat.rank))
+        threads = len(speeds.threads[seat.rank])
+        return replace(device, figures=_with_formats(device.figures, request, host, threads))
 
     return tuple(map(device_of, seats))
 
@@ -180,9 +182,9 @@ def expert_devices(
             said=machine.said_of(seat),
         )
         figures = _with_latency(device.figures, EXPERT_LAYER)
-        share = read_share(config.cpu, host, is_bf16=request.facts.is_bf16)
         costs = figures.row_costs or speeds.row_costs.get(seat.rank)
-        figures = replace(figures, read_share=share, row_costs=costs)
+        figures = replace(figures, row_costs=costs)
+        figures = _with_formats(figures, request, host, len(speeds.threads[seat.rank]))
         devices.append(replace(device, figures=figures))
     return tuple(devices)
 
@@ -260,11 +262,22 @@ def _socket_in_stage(
     figures = replace(
         figures,
         reached_share=FUSED_READING if is_fused else 1.0,
-        read_share=read_share(config, host, is_bf16=facts.is_bf16),
         adds_within_step=is_fused and len(stage) > 1,
         row_costs=figures.row_costs or row_costs,
     )
     return replace(device, figures=figures)
+
+
+def _with_formats(
+    figures: DeviceFigures, request: PlanRequest, host: Host, cores: int
+) -> DeviceFigures:
+    """Figures with what the formats of weights in memory cost."""
+    config, is_bf16 = request.config.cpu, request.facts.is_bf16
+    return replace(
+        figures,
+        read_share=read_share(config, host, is_bf16=is_bf16),
+        expanded=expanded(config, host, cores, is_bf16=is_bf16),
+    )
 
 
 def _with_latency(figures: DeviceFigures, latency: Latency) -> DeviceFigures:

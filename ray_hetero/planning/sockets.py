@@ -59,3 +59,19 @@ def read_share(config: CpuConfig, host: Host, *, is_bf16: bool) -> float:
     streams = is_bf16 and streams_weights(config, host)
     name = config.weight_format(level_of(host)) if streams else "packed"
     return READ_SHARES[name]
+
+
+def expanded(config: CpuConfig, host: Host, cores: int, *, is_bf16: bool) -> dict[int, float]:
+    """Weights per second that a CPU rank's cores expand, by bits of a weight.
+
+    Args:
+        config: the user's.
+        host: of the rank.
+        cores: of the rank.
+        is_bf16: whether what is not quantised is computed in bfloat16.
+
+    """
+    if not (is_bf16 and streams_weights(config, host)):
+        return {}
+    rates = instruction_sets.best_level(host.instruction_sets).expanded
+    return {bits: cores * rate for bits, rate in rates.items()}

@@ -77,6 +77,22 @@ def test_experts_that_are_woken_are_read_as_they_are_held() -> None:
         assert step.weights / PICO == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("rate", "is_limit"), [(1e11, True), (1e13, False)])
+def test_codes_take_what_their_cores_expand(rate: float, *, is_limit: bool) -> None:
+    layer = LLAMA_8B.layers[0]
+    codes = tuple(
+        replace(tensor, elements=tensor.elements // 2, dtype_bytes=1, values=2)
+        if tensor.values
+        else tensor
+        for tensor in layer.tensors
+    )
+    devices = with_figures("Xeon 8480+", expanded={4: rate, 8: 1.0})
+    step = layer_step(LLAMA_8B, replace(layer, tensors=codes), devices, DECODE, Links())
+    read = sum(t.nbytes for t in codes) / devices.ranks[0].figures.read_bandwidth
+    expected = sum(t.weights for t in codes) / rate if is_limit else read
+    assert step.weights / PICO == pytest.approx(expected, rel=1e-3)
+
+
 def test_sampling_the_most_sequences_of_a_step_takes_memory_of_the_last_stage() -> None:
     few, many = (
         Workload(1, 4096, 1, 4096, max_batched_tokens=8192, max_num_seqs=count)

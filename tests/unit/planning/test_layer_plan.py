@@ -383,6 +383,9 @@ def test_what_makes_a_sockets_step_short_is_priced(
     held = sum(t.nbytes for layer in layers for t in layer.tensors if t.is_16_bit_matrix)
     others = sum(t.nbytes for layer in layers for t in layer.tensors) - held
     assert figures.reached_share == (0.87 if layer_ms == 0.08 else 1)
+    # Of compact weights and of 4 bits, what limits cores with AMX; other kernels are vLLM's.
+    streams = has_amx and facts.is_bf16 and cpu != {"linear_kernel": "vllm"}
+    assert (figures.expanded.get(4, 0) > 0) == streams
     expected = (held * read_share + others) / (figures.read_bandwidth * figures.reached_share)
     assert step["weights"] == pytest.approx(expected, rel=1e-6)
 

@@ -14,10 +14,13 @@ from plan_cases import config_of, request_for
 from placement.cluster.assignment import Node
 from placement.model.reading import shape_from_config
 from placement.plan.described import described
+from placement.plan.step_time import Step
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.engine_facts import EngineFacts
 from ray_hetero.planning.layer_plan import plan_layers
+from ray_hetero.planning.planned_layers import LayerPlan
 
+MODELS = Path(__file__).parents[1] / "data" / "models"
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 STORED: dict[str, dict[str, Any]] = {
     "": {},
@@ -38,32 +41,35 @@ the memory's bandwidth."""
 CLOSE = 0.25
 
 
-def node(**sockets: Any) -> tuple[Node, ...]:
+def node(gpus: dict[str, Any] | None = None, **sockets: Any) -> tuple[Node, ...]:
     sets = ["avx512f", "avx512_bf16", *(["amx_bf16"] if sockets["cores"] > 2 else [])]
     given: dict[str, Any] = {"name": "a", "sockets": {"instruction_sets": sets, **sockets}}
     if sockets["cores"] > 2:
-        given["gpus"] = {"part": "H100 SXM"}
+        given["gpus"] = gpus or {"part": "H100 SXM"}
     return described({"nodes": [given]}).as_nodes()
 
 
-def step_ms(
-    config: dict[str, Any], nodes: tuple[Node, ...], read: float, users: int, context: int
-) -> float:
-    """Predicted milliseconds of the CPU stage in a decode step."""
+def planned(
+    config: dict[str, Any], nodes: tuple[Node, ...], read: float, users: int, context: int,
+    stages: int = 1, *, share: float = 0.9, **given: Any,
+) -> LayerPlan:  # fmt: skip
+    """The plan of a model for users on sockets that read so many bytes a second."""
     shape = shape_from_config(config)
     layers = len(shape.layers)
-    facts = EngineFacts(shape, "", layers, context, 16, 2048, 0.9, is_bf16=True)
-    has_gpu = bool(nodes[0].host.gpus)
-    work = {"users": users, "context": context}
-    given = {"workload": work} | ({"layers": [layers // 2] * 2} if has_gpu else {})
-    found = plan_layers(
+    facts = EngineFacts(shape, "", layers, context, 16, 2048, share, is_bf16=True)
+    keys = {"workload": {"users": users, "context": context}} | given
+    return plan_layers(
         request_for(
-            HeteroConfig.model_validate(given), nodes, facts, 1 + has_gpu, 1,
+            HeteroConfig.model_validate(keys), nodes, facts, stages, 1,
             measure=lambda seats, threads: {seat.rank: read for seat in seats if seat.socket},
         )
     )  # fmt: skip
+
+
+def cpu_step(found: LayerPlan) -> Step:
+    """The CPU stage's part of a decode step."""
     assert found.split is not None
-    return 1e3 * found.split.stages[found.world.layout.stages.index(("cpu",))].decode.seconds
+    return found.split.stages[found.world.layout.stages.index(("cpu",))].decode
 
 
 @pytest.mark.parametrize(("name", "stored"), HALVES, ids=lambda value: value or "bf16")
@@ -73,10 +79,11 @@ def test_half_of_an_8b_model_is_predicted(name: str, stored: str) -> None:
     point = next(p for p in run["points"] if (p["batch"], p["prompt"]) == (1, 128))
     measured = point["decode_ms"] * point["ranks"][0]["busy_share"]
     read = statistics.median(one["socket"] for one in run["bandwidths"] if one.get("socket"))
-    nodes = node(cores=raw["cores"] - 2, memory_gib=126, read_gb_s=1, bf16_tflop_s=8)
+    nodes = node(cores=raw["cores"], memory_gib=126, read_gb_s=1, bf16_tflop_s=8)
     config = config_of("llama", 32, 4096, 14336, (32, 8), 128256)
     config |= {"quantization_config": STORED[stored]} if stored else {}
-    assert step_ms(config, nodes, read, 1, 144) == pytest.approx(measured, rel=CLOSE)
+    found = planned(config, nodes, read, 1, 144, 2, layers=[16, 16])
+    assert 1e3 * cpu_step(found).seconds == pytest.approx(measured, rel=CLOSE)
 
 
 @pytest.mark.parametrize(("users", "close"), [(1, CLOSE), (4, 0.4)])
@@ -87,4 +94,24 @@ def test_a_small_model_on_two_cores_is_predicted(users: int, close: float) -> No
     (measured,) = re.findall(rf"^ +{users} +([0-9.]+) ms +[0-9.]+ ", text, re.M)
     smollm2 = config_of("llama", 30, 576, 1536, (9, 3), 49152, tie_word_embeddings=True)
     nodes = node(cores=2, memory_gib=24, read_gb_s=1, bf16_tflop_s=0.3)
-    assert step_ms(smollm2, nodes, 61e9, users, 320) == pytest.approx(float(measured), rel=close)
+    step = cpu_step(planned(smollm2, nodes, 61e9, users, 320))
+    assert 1e3 * step.seconds == pytest.approx(float(measured), rel=close)
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["vLLM 0.32", "vLLM 0.33"])
+@pytest.mark.parametrize("users", [1, 8])
+def test_experts_in_mxfp4_on_16_cores_are_predicted(run: int, users: int) -> None:
+    text = (RESULTS / "gpu-host/2026-11-30-h200-one-flag.txt").read_text()
+    line = re.findall(r"^gpt-oss: .*$", text, re.M)[run]
+    (measured,) = re.findall(rf"; {users} users: ([0-9.]+) ms", line)
+    (read,) = re.findall(r"cores read ([0-9.]+) GB/s", line)
+    config = json.loads((MODELS / "gpt-oss-120b.json").read_text())
+    config |= {"num_hidden_layers": 18, "layer_types": config["layer_types"][:18]}
+    gpus = {"part": "H200", "read_gb_s": 4230, "host_link_gb_s": 55.4}
+    nodes = node(cores=16, gpus=gpus, memory_gib=126, read_gb_s=1, bf16_tflop_s=8)
+    found = planned(
+        config, nodes, 1e9 * float(read), users, 272, share=20 / 139,
+        layout=[["gpu"]], experts={"ranks": 1, "layers": 10},
+    )  # fmt: skip
+    assert found.split is not None
+    assert float(measured) == pytest.approx(1e3 * found.split.step_s, rel=CLOSE)
