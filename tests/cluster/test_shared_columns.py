@@ -51,13 +51,16 @@ def test_answers_are_those_of_the_cores_alone(
     # No request is left: the first rank, which has the GPU, reads what a prompt needs.
     assert [one["ahead"] for one in answers.pop()] == [True] + [False] * ranks
     each = 1 + len(asked)
-    layers = [sum(one["layers"] for one in found) for found in answers[::each]]
-    assert layers[0] == layers[1] == 0
-    # As many steps with a few columns as with all, or one more or less: requests of a batch may
-    # begin in one step or in two.
-    assert layers[2] > 0
-    for times, found in enumerate(layers[3:], 2):
-        assert abs(found - times * layers[2]) <= (times - 1) * SHAPE.layers
+    *cpus, gpu = zip(*([one["layers"] for one in found] for found in answers[::each]), strict=True)
+    assert len(cpus) == ranks
+    assert not any(gpu)
+    for layers in cpus:
+        assert layers[0] == layers[1] == 0
+        # As many steps with a few columns as with all, or one more or less: requests of a batch may
+        # begin in one step or in two.
+        assert layers[2] > 0
+        for times, found in enumerate(layers[3:], 2):
+            assert abs(found - times * layers[2]) <= (times - 1) * SHAPE.layers
     (_, *cores), *others = (answers[at : at + each] for at in range(0, each * len(PARTS), each))
     for _, *mine in others:
         for left, right in zip(cores, mine, strict=True):
