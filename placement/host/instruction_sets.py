@@ -36,8 +36,10 @@ LEVELS: dict[str, Level] = {
     "avx2": Level("AVX2", ("avx2",), 64e9),
     # Without products of bf16, 32 x 2 a cycle in float32.
     "avx512": Level("AVX-512", ("avx512f", "avx512_vnni"), 128e9, is_wide=True),
-    # Two units with 512 bits: 64 a cycle, as the table of parts has it for EPYC 9654.
-    "avx512_bf16": Level("AVX512-BF16", ("avx512_bf16",), 154e9, is_wide=True),
+    # 40 % of it is what a Xeon's cores reached with 8 rows (benchmarks/results/gpu-host,
+    # 2026-11-23-h100-codes); an EPYC's reached four times as much with 128
+    # (cpu-host/2026-11-24-avx512-bf16-linear).
+    "avx512_bf16": Level("AVX512-BF16", ("avx512_bf16",), 268e9, is_wide=True),
     # Tiles: 1024 a cycle.  Of 4 bits, 14 and 16 cores expand 11 to 15 x 10^9 weights a second each
     # (benchmarks/results/gpu-host: 2026-11-23-h100-codes, 2026-11-26-h200-decode-step,
     # 2026-11-26-h100-rows-formats, 2026-11-27-h100-decode-step, 2026-11-30-h200-one-flag); 8 and
