@@ -162,6 +162,7 @@ def _more_memory(planner: Planner, order: Order) -> str:
     split = _least_wrong(planner, order)
     over = [max(0, rank.memory.total - rank.device.usable_bytes) for rank in split.ranks]
     return (
-        f"No shorter context helps: {_gib(sum(over))} are missing in all. Add a stage "
-        "(--pipeline-parallel-size) on another socket or GPU, or take a smaller or quantised model."
+        f"No shorter context helps: {_gib(sum(over))} are missing in all. It takes "
+        "another socket or GPU with a stage of its own (--pipeline-parallel-size), or a smaller "
+        "or quantised model."
     )

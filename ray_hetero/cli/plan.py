@@ -13,6 +13,7 @@ import typer
 
 from placement.errors import LayoutError, PlacementError
 from placement.given import numbers, shown
+from placement.model.config import DTYPE_BYTES
 from placement.model.reading import UnknownModelError, read_config, shape_from_config
 from placement.model.shape import ModelShape
 from placement.plan.described import read_described
@@ -74,6 +75,9 @@ def plan(options: PlanOptions) -> None:
 
 
 def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
+    _check_dtypes(options)
+    if options.topology and options.cluster:
+        raise LayoutError("--topology and --cluster: expected one of them, got both")
     path = machines.hub_config(options.model)
     content = read_config(path)
     computed, kv_dtype = dtype_of_config(content, options.dtype), options.kv_cache_dtype
@@ -93,13 +97,19 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
             shape,
             machine.nodes,
             dtype=computed,
-            max_model_len=_length(options.max_model_len),
+            max_model_len=_longest(options.max_model_len),
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=config.experts.prefill_step_tokens
             or options.max_num_batched_tokens,
             gpu_memory_utilization=options.gpu_memory_utilization,
             drafter=drafter,
         )
+        context = config.workload.context
+        if options.context is not None and context != "auto" and context > facts.max_model_len:
+            raise LayoutError(
+                f"--context: a sequence has at most {facts.max_model_len:,} tokens "
+                f"(--max-model-len), got {context:,}"
+            )
         stages = options.pipeline_parallel_size or _stages_of(config)
         return plan_model(
             _name(options.model),
@@ -154,8 +164,10 @@ def _settings(options: PlanOptions) -> dict[str, Any]:
             raise LayoutError(f"--experts: expected a number or auto, got {shown(experts)}")
         given["experts"] = {"ranks": experts if found is None else found[0]}
     workload = {
-        "users": options.users, "context": options.context, "sequences": options.max_sequences
-    }  # fmt: skip
+        "users": options.users,
+        "context": None if options.context is None else _tokens(options.context, "--context"),
+        "sequences": options.max_sequences,
+    }
     if asked := {key: value for key, value in workload.items() if value is not None}:
         given["workload"] = asked
     return given
@@ -203,19 +215,30 @@ def _in_8_bits(shape: ModelShape, path: Path, dtype: str) -> ModelShape | None:
     return with_caches(shape, found)
 
 
-def _length(text: str | None) -> int | None:
-    """Tokens that --max-model-len asks for; None for the model's own length, and for auto.
+def _check_dtypes(options: PlanOptions) -> None:
+    """Refuse types that no source of sizes knows, before vLLM is asked."""
+    for flag, name, least in (
+        ("--dtype", options.dtype, 2),
+        ("--kv-cache-dtype", options.kv_cache_dtype, 1),
+    ):
+        known = [AUTO, *(one for one, width in DTYPE_BYTES.items() if width >= least)]
+        if name.removeprefix("torch.") not in known:
+            raise LayoutError(f"{flag}: expected one of {', '.join(known)}; got {shown(name)}")
 
-    vLLM reads 1k as 1,000 and 1K as 1,024 tokens.
-    """
-    if text is None or text == AUTO:
-        return None
+
+def _longest(text: str | None) -> int | None:
+    """Tokens that --max-model-len asks for; None for the model's own length, and for auto."""
+    return None if text is None or text == AUTO else _tokens(text, "--max-model-len", ", or auto")
+
+
+def _tokens(text: str, flag: str, otherwise: str = "") -> int:
+    """A number of tokens: vLLM reads 1k as 1,000 and 1K as 1,024."""
     found = re.fullmatch(r"([0-9]{1,10})([kKmMgG]?)", text)
     tokens = int(found[1]) * LENGTH_UNITS[found[2]] if found else 0
     if not 1 <= tokens <= MOST_TOKENS:
         raise LayoutError(
-            f"--max-model-len: expected a number from 1 to {MOST_TOKENS:,}, like 32768, 32k or "
-            f"{AUTO}; got {shown(text)}"
+            f"{flag}: expected a number from 1 to {MOST_TOKENS:,}, like 32768 or 32k{otherwise}; "
+            f"got {shown(text)}"
         )
     return tokens
 

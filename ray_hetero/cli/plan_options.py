@@ -81,8 +81,8 @@ class PlanOptions:
         ),
     ] = None
     context: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_TOKENS, help="Tokens of each of them (workload.context)."),
+        str | None,
+        typer.Option(help="Tokens of each of them, like 32768 or 32k (workload.context)."),
     ] = None
     max_sequences: Annotated[
         int | None,

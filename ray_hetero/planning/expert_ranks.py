@@ -86,11 +86,8 @@ def check_experts(world: World, shape: ModelShape | None) -> None:
 
     """
     ranks = len(world.experts)
-    if shape is not None and not shape.experts:
-        raise ConfigError(
-            f"experts.ranks: {ranks} sockets are to hold routed experts, but a model "
-            f"of the type {shape.model_type} has none. Leave experts.ranks out."
-        )
+    if shape is not None:
+        check_has_experts(ranks, shape)
     if shape is not None and shape.expert_parts % ranks:
         parts = shape.expert_parts
         suited = ", ".join(str(n) for n in range(1, MOST_NAMED + 1) if parts % n == 0)
@@ -104,6 +101,20 @@ def check_experts(world: World, shape: ModelShape | None) -> None:
             f"experts.ranks: {ranks} sockets can hold experts only for stages of GPUs, all of "
             f"one size, but the layout is {world.layout}. Write a layout of GPUs, for example "
             '"layout": [["gpu"]], or leave experts.ranks out.'
+        )
+
+
+def check_has_experts(ranks: int, shape: ModelShape) -> None:
+    """Refuse a number of expert ranks for a model that is no mixture.
+
+    Raises:
+        ConfigError: it has no experts.
+
+    """
+    if ranks and not shape.experts:
+        raise ConfigError(
+            f"experts.ranks: {ranks} sockets are to hold routed experts, but a model "
+            f"of the type {shape.model_type} has none. Leave experts.ranks out."
         )
 
 

@@ -22,8 +22,12 @@ from placement.model.shape import ModelShape
 from placement.plan.users import first_token_s
 from placement.words import duration, plural
 from ray_hetero.config import HeteroConfig, WorkloadConfig
-from ray_hetero.errors import UnsupportedError
-from ray_hetero.planning.expert_ranks import sockets_for_experts, with_expert_ranks
+from ray_hetero.errors import ConfigError, UnsupportedError
+from ray_hetero.planning.expert_ranks import (
+    check_has_experts,
+    sockets_for_experts,
+    with_expert_ranks,
+)
 from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.plan_request import PlanRequest
 from ray_hetero.planning.planned_layers import LayerPlan
@@ -133,19 +137,22 @@ def choose_layout(request: PlanRequest, *, engines: int = 1) -> Choice:
         UnknownModelError: the model's sizes are not known.
         UnknownDeviceError: speed or memory of a device is not known.
         UnsupportedError: what fits cannot compute the model.
+        ConfigError: expert ranks are asked for where they have nothing to do.
+        LayoutError: there are fewer devices than expert ranks that are asked for.
         DoesNotFitError: no layout fits; the error of the one with the most ranks.
 
     """
     shape = request.facts.shape
     if shape is None:
         raise UnknownModelError(request.facts.why_no_shape)
+    asked = request.config.experts.ranks
+    check_has_experts(0 if asked == "auto" else asked, shape)
     free = with_chosen_sockets(request.config.cpu, request.machine.nodes)
     request = replace(request, machine=replace(request.machine, nodes=tuple(free)), explained=False)
 
     def priced(layout: Layout, experts: int) -> Candidate:
         return _unless_refused(_priced(request, layout, experts), request)
 
-    asked = request.config.experts.ranks
     layouts = [
         one
         for one in layouts_to_try(share_of(free, engines), shape)
@@ -239,6 +246,12 @@ def _unless_refused(found: Candidate, request: PlanRequest) -> Candidate:
 
 def _say_what_does_not_fit(found: Sequence[Candidate], request: PlanRequest) -> None:
     """Raise for candidates none of which can be taken."""
+    asked = request.config.experts.ranks
+    if not found and asked not in (0, "auto"):
+        raise ConfigError(
+            f"experts.ranks: {asked} sockets are to hold experts beside stages of GPUs, but no GPU "
+            "is free. Leave experts.ranks out."
+        )
     if not found:
         raise DoesNotFitError("there is no device to plan on")
     refused = [one for one in found if one.is_refused]
@@ -246,8 +259,12 @@ def _say_what_does_not_fit(found: Sequence[Candidate], request: PlanRequest) -> 
     if not others:
         raise UnsupportedError(refused[0].problem)
     widest = max(others, key=lambda one: one.layout.world_size)
-    explained = replace(request, explained=True)
-    problem = _priced(explained, widest.layout, widest.experts).problem
+    explained = replace(request, explained=True).with_experts(widest.experts)
+    try:
+        problem = plan_layers(explained.with_layout(widest.layout)).warning
+    except DoesNotFitError as error:
+        problem = str(error)
+    problem = problem or widest.problem
     if refused:
         problem += f"\nOther layouts are refused: {refused[0].problem}"
     raise DoesNotFitError(problem)

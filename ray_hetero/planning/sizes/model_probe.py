@@ -71,9 +71,7 @@ def built_shape(
         parts = _built(config, files, asked)
         keep_json(kept, parts, "sizes")
     if parts.get("decoder_alone"):
-        logger.warning(
-            "sizes are those of the model's decoder alone: vLLM cannot build its other parts here"
-        )
+        logger.warning("sizes are of the decoder alone: vLLM cannot build the other parts here")
     return shape_from_parts(parts, config, kv_dtype)
 
 
@@ -108,9 +106,7 @@ def _built(
 ) -> dict[str, Any]:
     if find_spec("vllm") is None:
         raise UnknownModelError("vLLM, which knows it, is not installed here")
-    logger.warning(
-        "the sizes of this model are known to vLLM only: asking it, which takes up to a minute once"
-    )
+    logger.warning("only vLLM knows the sizes of this model: asking it, up to a minute, once")
     with tempfile.TemporaryDirectory(prefix="ray_hetero_model_") as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()

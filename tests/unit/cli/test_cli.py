@@ -65,6 +65,38 @@ def test_errors_are_one_line_and_status_one(tmp_path: Path) -> None:
     assert re.fullmatch(r"ray-hetero: .* is not empty; add --force .*\n", answer.stderr)
 
 
+ROOT = Path(__file__).parents[3]
+PLANNED = {
+    name: ("plan", str(ROOT / f"tests/unit/data/models/{name}.json"), "--topology")
+    for name in ("qwen3-8b", "gpt-oss-20b")
+}
+ONE_GPU, NO_GPU = (
+    str(ROOT / f"configs/machines/{name}.yaml") for name in ("h100-two-8480", "two-8480")
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "options", "said"),
+    [
+        ("qwen3-8b", ONE_GPU, "--context 32kk", "--context: expected a number from 1 .*'32kk'"),
+        ("qwen3-8b", ONE_GPU, "--context 100k", "--context: a sequence has at most 40,960 tokens"),
+        ("qwen3-8b", ONE_GPU, "--max-model-len 0", "--max-model-len: .* 32768 or 32k, or auto;"),
+        ("qwen3-8b", ONE_GPU, "--cluster", "--topology and --cluster: expected one of them"),
+        ("qwen3-8b", ONE_GPU, "--kv-cache-dtype fp9", "--kv-cache-dtype: expected one of auto, "),
+        ("qwen3-8b", ONE_GPU, "--dtype fp8", "--dtype: expected one of auto, .*; got 'fp8'"),
+        ("qwen3-8b", ONE_GPU, "--experts 2", "2 sockets .* type qwen3 has none"),
+        ("gpt-oss-20b", NO_GPU, "--experts 2", "2 sockets .* but no GPU is free"),
+        ("gpt-oss-20b", ONE_GPU, "--experts 3", "3 expert ranks .* needs 1 GPU and 3 CPU sockets"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(
+    model: str, machine: str, options: str, said: str
+) -> None:
+    result = run(*PLANNED[model], machine, *options.split())
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(rf"ray-hetero: .*{said}.*\n", result.stderr)
+
+
 def test_demo_model_passes_its_options_on(tmp_path: Path) -> None:
     sizes = ("--layers", "1", "--hidden", "64", "--heads", "2")
     result = run(

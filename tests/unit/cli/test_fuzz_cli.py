@@ -233,7 +233,7 @@ def test_a_plan_is_of_what_was_asked(
     # vLLM takes 2048 for a model that does not say how long its sequences are.
     longest = options.get("--max-model-len", 2048)
     asked = {
-        "context": min(options.get("--context", 4096), longest),
+        "context": options.get("--context", min(4096, longest)),
         "max_model_len": longest,
         "objective": options.get("--objective", "latency"),
     }

@@ -46,7 +46,7 @@ MODELS = {
 ASKED = [
     (),
     ("--users", 16),
-    ("--users", 8, "--context", 16384, "--max-model-len", "16k"),
+    ("--users", 8, "--context", "16k", "--max-model-len", 16384),
     ("--batch", 2, "--context", 30000, "--max-model-len", 32768),
     ("--max-sequences", 4, "--max-model-len", "32K"),
     ("--max-model-len", "auto", "--gpu-memory-utilization", 0.5),
