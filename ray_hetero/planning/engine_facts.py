@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTH = 2048
 """Tokens of a sequence where a model's config.json does not say; vLLM's own."""
+GEMMA_3_LENGTH = 131_072
+"""The same of Gemma 3, by its class in Transformers."""
 DEFAULT_GPU_SHARE = 0.92
 """Share of a GPU's memory that an engine takes; vLLM's own --gpu-memory-utilization."""
 LENGTH_KEYS = (
@@ -198,16 +200,19 @@ def own_length(config: Mapping[str, Any]) -> int | None:
     """
     text = Config(decoder_section(config), "config.json")
     lengths = [text.number(key, most=MOST_LENGTH) for key in LENGTH_KEYS if text.has(key)]
+    if "gemma3" in str(text.values.get("model_type")):
+        # Transformers' default, which published files leave out; it is scaled already.
+        return min(lengths, default=GEMMA_3_LENGTH)
     if not lengths:
         return None
     shortest = min(lengths)
     rope = text.section("rope_parameters") or text.section("rope_scaling") or Config({}, "rope")
     kind = rope.values.get("rope_type", rope.values.get("type"))
-    if kind in (None, "default", "su", "longrope", "llama3", "mrope"):
-        return shortest
-    key = "original_max_position_embeddings"
-    before = rope.number_or(shortest, key, most=MOST_LENGTH) if kind == "yarn" else shortest
-    return int(before * rope.factor("factor"))
+    # Those that have their own frequencies leave the length as it is.
+    is_scaled = kind in (None, "default", "su", "longrope", "llama3", "mrope") or "yarn" in str(
+        kind
+    )
+    return shortest if is_scaled else int(shortest * rope.factor("factor"))
 
 
 def _shape(model: ModelConfig, cache_dtype: str, layers: int) -> tuple[ModelShape | None, str]:

@@ -231,7 +231,8 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.Monke
          131072),
         ({"max_position_embeddings": 32768,
           "rope_scaling": {"type": "yarn", "factor": 4.0,
-                           "original_max_position_embeddings": 32768}}, 131072),
+                           "original_max_position_embeddings": 32768}}, 32768),
+        ({"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0}}}, 131072),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2}}, 4096),
     ],
 )  # fmt: skip
