@@ -22,7 +22,7 @@ from ray_hetero.kernels.layers.fused_modules import (
     register,
     replacements,
 )
-from ray_hetero.kernels.layers.fusible_layers import Fusible
+from ray_hetero.kernels.layers.fusible_layers import Fusible, Run
 from ray_hetero.kernels.layers.layer import Layer
 from ray_hetero.kernels.layers.layer_parts import AttentionShape
 from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
@@ -99,11 +99,7 @@ def install(
             made.output = output = StageOutput(made.gpu)
         if on_gpu is not None and run.is_whole:
             whole.append((on_gpu, run.decoder))
-        layers = getattr(run.decoder, run.attribute)
-        for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
-            if run.adapters is not None:
-                keep_parts(one, layers[number])
-            layers[number] = one
+        _replace(run, made)
     for single in found.single:
         operator = single.operator
         single.layers[single.place] = ResidualAttention(register(operator), operator.rest)
@@ -114,6 +110,31 @@ def install(
     _log(found, has_gpu=kernel.gpu is not None or group is not None)
     layers_fused = sum(len(run.layers) for run in found.runs) + len(found.single)
     return Fused(layers_fused, bool(shares and not shares.is_empty), first, output, mixers)
+
+
+def install_drafter(found: Fusible, kernel: StreamingLinear) -> int:
+    """Put operators of the cores into the places of a draft model's layers; returns how many.
+
+    Args:
+        found: of a draft model.
+        kernel: what computes its linear layers.
+
+    """
+    for run in found.runs:
+        _replace(run, DecoderLayers(run.layers, kernel))
+    for caller in found.callers:
+        leave_uncompiled(caller)
+    _log(found, has_gpu=False)
+    return sum(len(run.layers) for run in found.runs)
+
+
+def _replace(run: Run, made: DecoderLayers) -> None:
+    """Put what computes the layers of a run into their places."""
+    layers = getattr(run.decoder, run.attribute)
+    for number, one in enumerate(replacements(run.layers, register(made)), run.begin):
+        if run.adapters is not None:
+            keep_parts(one, layers[number])
+        layers[number] = one
 
 
 def _log(found: Fusible, *, has_gpu: bool) -> None:

@@ -33,7 +33,7 @@ from ray_hetero.kernels.linear.streaming_linear import StreamingLinear
 from ray_hetero.kernels.step_route import StepLimits
 from ray_hetero.log import logger
 from ray_hetero.offload.group.group_layers import GroupLayers, PromptOffer
-from ray_hetero.offload.layer_fusion import Fused, install
+from ray_hetero.offload.layer_fusion import Fused, install, install_drafter
 from ray_hetero.offload.prefetch import Prefetcher
 from ray_hetero.offload.prefill import threshold
 from ray_hetero.offload.prefill.offload_gpu import OffloadGpu, with_own_pages
@@ -227,14 +227,16 @@ class LinearLayers:
         return None if self._kernel is None else self._kernel.native
 
     def loaded(
-        self, model: torch.nn.Module, sums: RankSums | None = None, join: Join | None = None
-    ) -> str:
+        self, model: torch.nn.Module, sums: RankSums | None = None, join: Join | None = None,
+        drafter: torch.nn.Module | None = None,
+    ) -> str:  # fmt: skip
         """Fuse layers and take the GPU, now that all weights are there.
 
         Args:
             model: vLLM's.
             sums: with the other ranks of the tensor-parallel group, if it has some.
             join: has one GPU compute the prompts of all these ranks; all of them call it.
+            drafter: vLLM's model that drafts, if this rank has one.
 
         Returns:
             What the model's code depends on besides its configuration.
@@ -275,6 +277,7 @@ class LinearLayers:
             self._settle(self._kernel, found, is_shared=fused.is_shared)
         if not fused.layers and not fused.mixers:
             self._kernel.limits = replace(self._kernel.limits, native_tokens=0)
+        drafting = self._fuse_drafter(self._kernel, drafter)
         gpu = group[0].gpu if group else self._kernel.gpu
         self.prefetcher, self.output = Prefetcher(gpu, fused.first), fused.output
         self._linears.clear()
@@ -283,7 +286,20 @@ class LinearLayers:
         formats = Counter(weight.name for weight in self._kernel.weights.values())
         held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         experts = self._experts.loaded(model) if self._experts is not None else "vllm's experts"
-        return f"streaming, {fused.layers} decoder_layers, {held}, {experts}"
+        return f"streaming, {fused.layers} + {drafting} decoder_layers, {held}, {experts}"
+
+    def _fuse_drafter(self, kernel: StreamingLinear, drafter: torch.nn.Module | None) -> int:
+        """Fuse the layers of a draft model, which the cores alone compute; returns how many."""
+        if drafter is None or not self._config.fuse_layers:
+            return 0
+        if kernel.sums is not None:
+            logger.info("the draft model's layers are computed operator by operator: its ranks "
+                        "are a tensor-parallel group")  # fmt: skip
+            return 0
+        found = find(drafter, self._linears, kernel)
+        fused = install_drafter(found, kernel)
+        logger.info("%d layers of the draft model are computed as one operator", fused)
+        return fused
 
     def _say_formats(self, kernel: StreamingLinear) -> None:
         """Log which weights are stored in other formats than bfloat16."""

@@ -74,11 +74,12 @@ class CpuRank:
         none there, and until the weights are loaded."""
         return self._layers.output
 
-    def loaded(self, model: torch.nn.Module) -> None:
+    def loaded(self, model: torch.nn.Module, drafter: torch.nn.Module | None = None) -> None:
         """Put the layers together, now that all weights are there; all ranks of a group call it.
 
         Args:
             model: vLLM's.
+            drafter: vLLM's model that drafts, on the ranks that have one.
 
         Raises:
             UnsupportedError: as of `LinearLayers.loaded`.
@@ -88,7 +89,7 @@ class CpuRank:
         layers = self._layers
         sums = self._sums()
         join = None if sums is None else partial(joined, get_tp_group().cpu_group, sums)
-        made = layers.loaded(model, sums, join)
+        made = layers.loaded(model, sums, join, drafter)
         if layers.has_group_prompts and self._rank.seat.tensor_rank:
             kv_cache.place_in(kept_memory)
         # Compiled code is kept by what the configuration says.

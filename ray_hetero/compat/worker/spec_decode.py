@@ -98,6 +98,17 @@ def _where_they_are(share: Any) -> Any:
     return share_what_is_here
 
 
+def draft_model(runner: Any) -> torch.nn.Module | None:
+    """The model that drafts, its weights loaded; None for heads, n-grams, and without a drafter.
+
+    Uses: `GPUModelRunner.drafter`, `DraftModelProposer.model`.
+    """
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    drafter = getattr(runner, "drafter", None)
+    return drafter.model if isinstance(drafter, DraftModelProposer) else None
+
+
 def keep_own_output_matrix() -> None:
     """On a CPU rank: let a drafter that has an output matrix of its own keep it.
 
