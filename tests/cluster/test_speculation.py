@@ -6,6 +6,7 @@ is going to say.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from engines import (
     tokens,
 )
 from leftovers import Scene
+
+from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -170,6 +173,53 @@ def test_drafters_on_the_last_stage(
         layouts.append(THREE_STAGES)
     ours = [_speculating(model, layout, drafters(method)) for layout in layouts]
     _compare(scene, logs / method, ours, batch(repeating, max_tokens=40), without)
+
+
+def _in_bf16(model: Model, draft: Path, layout: str, **cpu: Any) -> Json:
+    """An engine of the kernels of CPU ranks, which a draft model of the same format uses too."""
+    drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": DRAFTED}
+    ours = _speculating(model, LAYOUTS[layout], drafts, **SCARCE)
+    of_ranks = ours["additional_config"]["ray_hetero"]["cpu"]
+    of_ranks |= cpu
+    return ours | {"model": str(model("llama", "bf16")), "dtype": "bfloat16"}
+
+
+OF_DRAFTER = re.compile(r"(\d+) layers of the draft model are computed as one operator")
+
+
+def test_a_model_that_drafts_for_itself_is_right_in_every_draft(
+    scene: Scene, logs: Path, model: Model, repeating: list[list[int]]
+) -> None:
+    ours = _in_bf16(model, model("llama", "bf16"), "pipeline")
+    asked = [batch(repeating, max_tokens=60), metrics(COUNTS), metrics("vllm:num_preemptions")]
+    ((_, counts, preempted),) = run_engines(
+        scene, logs / "itself", [(ours, asked)], extra=IN_THIS_PROCESS
+    )
+    # Prompts, drafts of drafts, rejected ones and requests that lose their blocks: a wrong place of
+    # a key or a value gives wrong drafts.
+    assert _accepted(counts) > 0.97
+    assert preempted[0]["vllm:num_preemptions"] > 0
+    assert OF_DRAFTER.findall((logs / "itself" / "log").read_text(errors="replace")) == ["4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one rank", "tensor parallel"])
+def test_a_draft_model_as_one_operator_drafts_what_it_drafts_by_operators(
+    scene: Scene, logs: Path, model: Model, repeating: list[list[int]], tmp_path: Path, layout: str
+) -> None:
+    half = write_demo_model(tmp_path / "half", shape=DemoShape(layers=2), dtype="bf16")
+    asked = [batch(repeating, max_tokens=60), metrics(COUNTS)]
+    engines = [_in_bf16(model, half, layout, fuse_layers=fuses) for fuses in (True, False)]
+    folder = logs / f"half-{layout}".replace(" ", "-")
+    (one, fused), (other, single) = run_engines(
+        scene, folder, [(engine, asked) for engine in engines], extra=IN_THIS_PROCESS
+    )
+    assert 0.2 < _accepted(single) < 0.97
+    assert abs(_accepted(fused) - _accepted(single)) < 0.04
+    same = [mine == theirs for mine, theirs in zip(tokens(one), tokens(other), strict=True)]
+    assert sum(same) >= len(same) - 2  # bfloat16: some tokens are as likely as others
+    found = OF_DRAFTER.findall((folder / "log").read_text(errors="replace"))
+    assert found == (["2"] if layout == "one rank" else [])
 
 
 @pytest.mark.slow
