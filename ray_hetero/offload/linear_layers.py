@@ -283,10 +283,15 @@ class LinearLayers:
         self._linears.clear()
         self._is_loaded = True
         cpu_linear.refuse_reload(RELOAD)
-        formats = Counter(weight.name for weight in self._kernel.weights.values())
-        held = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         experts = self._experts.loaded(model) if self._experts is not None else "vllm's experts"
+        held = self._formats(self._kernel)
         return f"streaming, {fused.layers} + {drafting} decoder_layers, {held}, {experts}"
+
+    @staticmethod
+    def _formats(kernel: StreamingLinear) -> str:
+        """Formats of the kernel's weights, each with their number."""
+        formats = Counter(weight.name for weight in kernel.weights.values())
+        return ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
 
     def _fuse_drafter(self, kernel: StreamingLinear, drafter: torch.nn.Module | None) -> int:
         """Fuse the layers of a draft model, which the cores alone compute; returns how many."""
