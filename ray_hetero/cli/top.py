@@ -66,8 +66,9 @@ def top(
     from ray_hetero.cli import connection
 
     console = Console(highlight=False)
-    with connection.cluster(_address()):
-        pages = _pages(url, interval)
+    address = _address()
+    with connection.cluster(address):
+        pages = _pages(address, url, interval)
         if once or not console.is_terminal:
             console.print(next(pages))
             return
@@ -80,23 +81,50 @@ def top(
 
 
 def _address() -> str:
-    """Address of the first Ray on which an engine runs; of the first one if none does."""
+    """Address of the first Ray on which an engine runs; of the first that answers if none does.
+
+    Raises:
+        StartupError: none of several answers.
+
+    """
     from ray_hetero.cli import connection
 
     asked = connection.addresses()
-    for address in asked if len(asked) > 1 else ():
-        with connection.cluster(address):
-            from ray_hetero.observability.status import running_engines
+    if len(asked) == 1:
+        return asked[0]
+    answering, refusal = [], ""
+    for address in asked:
+        try:
+            with connection.cluster(address):
+                from ray_hetero.observability.status import running_engines
 
-            if running_engines():
-                return address
-    return asked[0]
+                if running_engines():
+                    return address
+        except StartupError as error:
+            refusal = str(error)
+        else:
+            answering.append(address)
+    if not answering:
+        raise StartupError(refusal)
+    return answering[0]
 
 
-def _pages(url: str | None, interval: float) -> Iterator[RenderableType]:
+def _pages(ray: str, url: str | None, interval: float) -> Iterator[RenderableType]:
+    """Pages until Ctrl-C, or until Ray ends.
+
+    Args:
+        ray: address of the Ray that this process is connected to.
+        url: of the server whose requests are shown.
+        interval: seconds between two pages.
+
+    Raises:
+        StartupError: the server does not answer, or Ray has ended.
+
+    """
     from ray_hetero.cli.serving.comparison import ask_totals, read_totals
     from ray_hetero.cli.serving.server_process import fetched
     from ray_hetero.observability.status import running_engines
+    from ray_hetero.runtime.ray_address import is_listening
 
     address = None if url is None else url.rstrip("/")
     before = None if address is None else ask_totals(address)
@@ -113,6 +141,9 @@ def _pages(url: str | None, interval: float) -> Iterator[RenderableType]:
             since = now - before if before is not None else None
             lines = [request_line(read_requests(text.decode())), *speed_lines(since, seconds)]
             before, asked = now, asked + seconds
+        # Ray itself would end this process, the terminal as it is, a minute after its head.
+        if not is_listening(ray):
+            raise StartupError(f"the Ray at {ray} has ended, and with it the engines that it ran")
         yield page_of(running_engines(), lines)
         if address is None:
             time.sleep(interval)

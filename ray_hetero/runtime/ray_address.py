@@ -63,6 +63,20 @@ def _check_is_of_head(address: str) -> None:
     )
 
 
+def is_listening(address: str) -> bool:
+    """Whether a head still listens; True where the address names none, like `auto`.
+
+    Args:
+        address: host:port of the head.
+
+    """
+    try:
+        _check_listening(address)
+    except StartupError:
+        return False
+    return True
+
+
 def _check_listening(address: str) -> None:
     place = _host_and_port(address)
     if place is None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import pytest
 from rich.console import Console
 from worlds import node
 
 from placement.cluster.assignment import assign
 from placement.cluster.layout import Layout
-from ray_hetero.cli import top
+from ray_hetero.cli import connection, top
 from ray_hetero.cli.serving.comparison import Totals
+from ray_hetero.errors import StartupError
+from ray_hetero.observability import status
 from ray_hetero.observability.engine_info import info_of
 from ray_hetero.observability.status import EngineStatus
 from ray_hetero.observability.status_board import BoardContent, RankNews, RankReport
@@ -68,6 +74,65 @@ def test_a_rank_that_is_not_well_says_so() -> None:
     page = "\n".join(shown([engine(r0=hangs)], []))
     assert "in one step for 40 s" in page
     assert "starting" in page
+
+
+class Rays:
+    """Several Rays of a host: which of them answer, and on which an engine runs."""
+
+    def __init__(self, answering: Mapping[str, bool]) -> None:
+        self.answering = answering
+        self.now = ""
+
+    def addresses(self) -> tuple[str, ...]:
+        return ("10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3")
+
+    @contextmanager
+    def cluster(self, address: str) -> Iterator[None]:
+        if address not in self.answering:
+            raise StartupError(f"{address} does not take this token")
+        self.now = address
+        yield
+
+    def running_engines(self) -> list[EngineStatus]:
+        return [engine()] if self.answering[self.now] else []
+
+
+@pytest.mark.parametrize(
+    ("answering", "chosen"),
+    [
+        ({"10.0.0.1:2": False, "10.0.0.1:3": True}, "10.0.0.1:3"),
+        ({"10.0.0.1:2": False, "10.0.0.1:3": False}, "10.0.0.1:2"),
+        ({"10.0.0.1:1": True, "10.0.0.1:3": True}, "10.0.0.1:1"),
+    ],
+)
+def test_a_ray_that_refuses_does_not_hide_the_engine_of_another(
+    answering: Mapping[str, bool], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rays = Rays(answering)
+    monkeypatch.setattr(connection, "addresses", rays.addresses)
+    monkeypatch.setattr(connection, "cluster", rays.cluster)
+    monkeypatch.setattr(status, "running_engines", rays.running_engines)
+    assert top._address() == chosen
+
+
+def test_without_a_ray_that_answers_the_last_refusal_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rays = Rays({})
+    monkeypatch.setattr(connection, "addresses", rays.addresses)
+    monkeypatch.setattr(connection, "cluster", rays.cluster)
+    with pytest.raises(StartupError, match=r"10\.0\.0\.1:3 does not take this token"):
+        top._address()
+
+
+def test_pages_end_with_their_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "running_engines", list)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        pages = top._pages(address, None, 0.0)
+        next(pages)
+    with pytest.raises(StartupError, match=f"the Ray at {address} has ended"):
+        next(pages)
 
 
 def test_without_engines_the_page_says_so() -> None:
