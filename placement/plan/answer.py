@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from placement.cluster.layout import Layout
 from placement.plan.plan import Plan
 from placement.plan.stage_plan import Split
-from placement.units import GIB
-from placement.words import duration, plural
+from placement.words import duration, plural, size
 
 
 def answer(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -20,7 +19,7 @@ def answer(plan: Plan) -> Iterator[tuple[str, str]]:
     room = split.kv_tokens / work.max_model_len
     yield (
         "Memory",
-        f"{plan.shape.weight_bytes / GIB:,.1f} GiB of weights; KV cache for "
+        f"{size(plan.shape.weight_bytes)} of weights; KV cache for "
         f"{plural(split.kv_tokens, 'token')}, room for {room:,.1f} "
         f"sequence{'' if f'{room:.1f}' == '1.0' else 's'} of {work.max_model_len:,}"
         f"{_room(plan)}",

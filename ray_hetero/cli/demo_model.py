@@ -30,7 +30,9 @@ def demo_model(
     trained: Annotated[
         bool, typer.Option("--trained", help="Fetch SmolLM2-135M-Instruct instead (93 MB).")
     ] = False,
-    force: Annotated[bool, typer.Option(help="Write into a directory that is not empty.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a directory that is not empty.")
+    ] = False,
 ) -> None:
     """Write a tiny random checkpoint with a working tokenizer, offline, or a small trained one."""
     if importlib.util.find_spec("transformers") is None:

@@ -8,7 +8,9 @@ import typer
 
 
 def ray_args() -> None:
-    """Print what to add to `ray start` here: `ray start --head $(ray-hetero ray-args)`.
+    """Print what to add to `ray start` on this host, as in the next line.
+
+    ray start --head $(ray-hetero ray-args)
 
     The options go to standard output; what is still to be exported before, to standard error.
     """

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from placement.units import GIB
+from placement.words import size
 from ray_hetero.cli.plan import plan
 from ray_hetero.config_sources import ADDITIONAL_CONFIG
 from ray_hetero.errors import ConfigError, StartupError
@@ -141,10 +141,9 @@ def _summary(found: Mapping[str, Any]) -> list[str]:
     shown = [row for row in found["users"] if row["users"] in SHOWN_USERS]
     rates = ", ".join(f"{row['tokens_per_s']:.1f}" for row in shown)
     users = ", ".join(str(row["users"]) for row in shown)
-    gib = found["weight_bytes"] / GIB
     return [
-        f"{found['model']}: {gib:.1f} GiB of weights. Predicted for {users} users: {rates} "
-        f"tokens/s each, with {found['context']:,} tokens of context.",
+        f"{found['model']}: {size(found['weight_bytes'])} of weights. Predicted for {users} users: "
+        f"{rates} tokens/s each, with {found['context']:,} tokens of context.",
         *found["notes"][:1],
     ]
 

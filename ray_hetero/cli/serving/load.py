@@ -79,6 +79,11 @@ class Server:
         self._host, self._port, self._is_tls = parts.hostname, parts.port, parts.scheme == "https"
         try:
             self.model = self._models()
+        except ConnectionRefusedError:
+            raise StartupError(
+                f"{self.address}: no server listens there. `ray-hetero serve MODEL` starts one; "
+                "without --url, ray-hetero bench measures this host"
+            ) from None
         except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
             raise StartupError(
                 f"{self.address}: expected vLLM's list of models at /v1/models, got "

@@ -138,7 +138,7 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], said: str) -> Non
 
 
 def test_a_port_without_a_server_is_named() -> None:
-    with pytest.raises(StartupError, match=r"http://127.0.0.1:9: expected vLLM's list of models"):
+    with pytest.raises(StartupError, match=r"http://127.0.0.1:9: no server listens there"):
         Server("127.0.0.1:9")
 
 
