@@ -214,8 +214,7 @@ def row_of(name: str, machine: str, first: str) -> tuple[str, ...]:
     room = f"{prices[1].room:,.1f}"
     first_token = prices[1].first_token_s
     seconds = f"{first_token:,.1f}" if first_token >= 1 else f"{first_token:.2f}"
-    layout = where(found).replace(f",{NO_BREAK}", ", ")
-    return (first, f"{NO_BREAK}/{NO_BREAK}".join(speeds), seconds, layout, context, room)
+    return (first, f"{NO_BREAK}/{NO_BREAK}".join(speeds), seconds, where(found), context, room)
 
 
 def _speed(tokens_per_s: float) -> str:

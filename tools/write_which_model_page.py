@@ -101,7 +101,8 @@ def where(found: ModelPlan) -> str:
     if not experts:
         return stages
     noun = "a socket" if len(experts) == 1 else f"{len(experts)} sockets"
-    return f"{stages}, experts of {experts[0].layers} on {noun}".replace(" ", NO_BREAK)
+    held = (f"experts of {experts[0].layers}", f"on {noun}")
+    return " ".join((f"{stages},", *(words.replace(" ", NO_BREAK) for words in held)))
 
 
 def cell(found: ModelPlan | None) -> str:
