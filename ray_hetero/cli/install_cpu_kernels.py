@@ -21,10 +21,7 @@ def install_cpu_kernels(
         str | None, typer.Option(help="Checksum that the wheel must have, as the index shows it.")
     ] = None,
     build: Annotated[
-        bool,
-        typer.Option(
-            "--build", help="Build the wheel from vLLM's source distribution; takes an hour."
-        ),
+        bool, typer.Option("--build", help="Build the wheel from vLLM's sources; takes an hour.")
     ] = False,
     onednn: Annotated[
         Path | None, typer.Option(help="Folder with oneDNN's sources for --build, else fetched.")
@@ -34,10 +31,7 @@ def install_cpu_kernels(
     ] = None,
     in_pytorch: Annotated[
         bool,
-        typer.Option(
-            "--in-pytorch",
-            help="No kernels: CPU ranks compute in PyTorch; dense models, mixtures in bf16; 0.33.",
-        ),
+        typer.Option("--in-pytorch", help="No kernels: CPU ranks compute in PyTorch; vLLM 0.33."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Unpack again what is in place.")] = False,
 ) -> None:

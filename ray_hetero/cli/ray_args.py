@@ -8,11 +8,10 @@ import typer
 
 
 def ray_args() -> None:
-    """Print what to add to `ray start` on this host, as in the next line.
+    """Print what to add to `ray start` on this host.
 
-    ray start --head $(ray-hetero ray-args)
-
-    The options go to standard output; what is still to be exported before, to standard error.
+    As in `ray start --head $(ray-hetero ray-args)`: the options go to standard output; what is
+    still to be exported before, to standard error.
     """
     from placement.host.sysfs import read_host
     from ray_hetero.runtime.ray_arguments import ray_arguments

@@ -66,9 +66,9 @@ def top(
     from ray_hetero.cli import connection
 
     console = Console(highlight=False)
-    address = _address()
+    address = address_of_engines()
     with connection.cluster(address):
-        pages = _pages(address, url, interval)
+        pages = pages_of(address, url, interval)
         if once or not console.is_terminal:
             console.print(next(pages))
             return
@@ -80,7 +80,7 @@ def top(
                 return
 
 
-def _address() -> str:
+def address_of_engines() -> str:
     """Address of the first Ray on which an engine runs; of the first that answers if none does.
 
     Raises:
@@ -109,7 +109,7 @@ def _address() -> str:
     return answering[0]
 
 
-def _pages(ray: str, url: str | None, interval: float) -> Iterator[RenderableType]:
+def pages_of(ray: str, url: str | None, interval: float) -> Iterator[RenderableType]:
     """Pages until Ctrl-C, or until Ray ends.
 
     Args:

@@ -112,7 +112,7 @@ def test_a_ray_that_refuses_does_not_hide_the_engine_of_another(
     monkeypatch.setattr(connection, "addresses", rays.addresses)
     monkeypatch.setattr(connection, "cluster", rays.cluster)
     monkeypatch.setattr(status, "running_engines", rays.running_engines)
-    assert top._address() == chosen
+    assert top.address_of_engines() == chosen
 
 
 def test_without_a_ray_that_answers_the_last_refusal_is_told(
@@ -122,14 +122,14 @@ def test_without_a_ray_that_answers_the_last_refusal_is_told(
     monkeypatch.setattr(connection, "addresses", rays.addresses)
     monkeypatch.setattr(connection, "cluster", rays.cluster)
     with pytest.raises(StartupError, match=r"10\.0\.0\.1:3 does not take this token"):
-        top._address()
+        top.address_of_engines()
 
 
 def test_pages_end_with_their_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "running_engines", list)
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        pages = top._pages(address, None, 0.0)
+        pages = top.pages_of(address, None, 0.0)
         next(pages)
     with pytest.raises(StartupError, match=f"the Ray at {address} has ended"):
         next(pages)
