@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from placement.plan.memory import has_whole_embedding
 from ray_hetero.compat.models import cpu_linear, lora
-from ray_hetero.compat.worker import cpu_worker, kv_cache
+from ray_hetero.compat.worker import cpu_worker, kv_cache, spec_decode
 from ray_hetero.distributed import shared_sums
 from ray_hetero.kernels.layers.layer_tokens import LayerTokens
 from ray_hetero.kernels.linear.rank_sums import RankSums
@@ -74,12 +74,11 @@ class CpuRank:
         none there, and until the weights are loaded."""
         return self._layers.output
 
-    def loaded(self, model: torch.nn.Module, drafter: torch.nn.Module | None = None) -> None:
+    def loaded(self, runner: Any) -> None:
         """Put the layers together, now that all weights are there; all ranks of a group call it.
 
         Args:
-            model: vLLM's.
-            drafter: vLLM's model that drafts, on the ranks that have one.
+            runner: vLLM's, with its model and, on the ranks that have one, its drafter.
 
         Raises:
             UnsupportedError: as of `LinearLayers.loaded`.
@@ -89,7 +88,8 @@ class CpuRank:
         layers = self._layers
         sums = self._sums()
         join = None if sums is None else partial(joined, get_tp_group().cpu_group, sums)
-        made = layers.loaded(model, sums, join, drafter)
+        drafter = spec_decode.draft_model(runner)
+        made = layers.loaded(runner.get_model(), sums, join, drafter)
         if layers.has_group_prompts and self._rank.seat.tensor_rank:
             kv_cache.place_in(kept_memory)
         # Compiled code is kept by what the configuration says.

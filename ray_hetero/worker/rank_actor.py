@@ -39,7 +39,6 @@ from ray_hetero.compat.worker import (
     message_queues,
     model_runner,
     parallel_state,
-    spec_decode,
 )
 from ray_hetero.distributed.groups import HeteroGroup, set_world
 from ray_hetero.distributed.stage_experts import RemoteExperts
@@ -168,8 +167,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if self._remote_experts is not None:
             self._remote_experts.connect()
         if cpu_rank is not None:
-            runner = self.worker.model_runner
-            cpu_rank.loaded(runner.get_model(), spec_decode.draft_model(runner))
+            cpu_rank.loaded(self.worker.model_runner)
         last = last_layer.install(self.worker.model_runner, self._vllm_config, world, seat)
         if self.worker.model_runner.device.type == "cpu":
             model_runner.draw_for_kept_tokens_only(self.worker.model_runner)

@@ -71,7 +71,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         )  # fmt: skip
         self._rank = CpuRank(cast("RankSpec", spec), self.vllm_config, None)
         super().load_model(**given)
-        self._rank.loaded(self.model_runner.get_model())
+        self._rank.loaded(self.model_runner)
         model_runner.draw_for_kept_tokens_only(self.model_runner)
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -101,7 +101,7 @@ def _where_they_are(share: Any) -> Any:
 def draft_model(runner: Any) -> torch.nn.Module | None:
     """The model that drafts, its weights loaded; None for heads, n-grams, and without a drafter.
 
-    Uses: `GPUModelRunner.drafter`, `DraftModelProposer.model`.
+    Uses: `GPUModelRunner.drafter`, `SpecDecodeBaseProposer.model`.
     """
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
 

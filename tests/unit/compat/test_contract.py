@@ -654,6 +654,8 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/worker/message_queues", CpuCommunicator, "dist_module"),
     ("compat/engine/api_server", AsyncMPClient, "_engine_status"),
     ("compat/engine/engine_processes", MPClient, "resources"),
+    ("compat/worker/spec_decode", GPUModelRunner, "drafter"),
+    ("compat/worker/spec_decode", SpecDecodeBaseProposer, "model"),
     ("compat/engine/engine_core", EngineCoreProc, "enable_fault_tolerance"),
     ("compat/engine/engine_core", EngineCoreProc, "ft_sentinel"),
     ("compat/engine/engine_core", EngineCoreProc, "engines_running"),
