@@ -254,6 +254,7 @@ def run_engine(
         path = str(checkout.resolve()), environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.monotonic()
+    is_late = False
     with log.open("w") as file:
         child = subprocess.Popen(
             words, stdout=file, stderr=file, start_new_session=True, env=environment,
@@ -262,6 +263,7 @@ def run_engine(
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired:
+            is_late = True
             os.killpg(child.pid, signal.SIGTERM)
         finally:
             try:
@@ -272,7 +274,9 @@ def run_engine(
     results = re.findall(r"^RESULT (.*)$", log.read_text(errors="replace"), re.MULTILINE)
     for line in results:
         found |= json.loads(line)
-    if "steps" not in found:
+    if is_late:
+        found["error"] = f"ended by its limit of {limit_s:g} s; what is missing was not reached"
+    elif "steps" not in found:
         text = log.read_text(errors="replace")
         reasons = re.findall(r"cannot start: (.*)", text) or text.strip().splitlines()[-3:]
         found["error"] = f"status {child.returncode}: {' | '.join(reasons)[-800:]}"

@@ -22,7 +22,7 @@ import quality
 PAGE = DOCS / "benchmarks" / "index.md"
 END = "<!-- end of figures -->"
 QUALITY = "2026-11-29-quality"
-DRAFTS = "2026-11-29-drafts-on-text"
+DRAFTS = "2026-12-01-drafts-on-text"
 LOAD = "2026-11-30-real-text-load"
 LOAD_FIGURES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 USUAL = "pipeline"
