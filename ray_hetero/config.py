@@ -134,8 +134,8 @@ class CpuConfig(_Section):
     """Whether nodes with a CUDA build of vLLM that lack the CPU kernels download them at start-up,
     as `ray-hetero install-cpu-kernels` does; if false, the engine stops and names these nodes."""
     max_remote_memory_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Largest share of a CPU rank's memory that may lie on NUMA nodes other than its own; a larger
-    share is an error. null only logs the share."""
+    """Largest share of a CPU or expert rank's memory that may lie on NUMA nodes other than its own;
+    a larger share is an error. null only logs the share."""
     env: Environment = {}
     """Environment variables that CPU ranks get in addition."""
 

@@ -33,6 +33,7 @@ from ray_hetero.observability.slot_forecast import SlotForecast, described
 from ray_hetero.observability.status_board import RankReport, RankReporter
 from ray_hetero.observability.step_clock import REPORT_SECONDS, StepTotals
 from ray_hetero.runtime.core_binding import lead_from_first_core
+from ray_hetero.worker import placement_proof
 from ray_hetero.worker.expert_files import load_from_files
 from ray_hetero.worker.expert_model import core_rates, shared_pages, slot_rates
 from ray_hetero.worker.expert_rows import Share
@@ -102,6 +103,22 @@ class ExpertActor:
                         rank.meeting, stage, reader, number, config.startup.load_timeout_s
                     ) as connection:
                         give(connection, *offer)
+        self._prove_placement()
+
+    def _prove_placement(self) -> None:
+        """Log where the experts' pages and this rank's threads are.
+
+        Raises:
+            RankError: more of them than allowed are on other NUMA nodes.
+
+        """
+        rank = self._rank
+        assert rank.seat.socket is not None
+        lead_from_first_core(rank.threads)
+        # Experts are no tensors: the kernel's account of the process has their pages.
+        proof = placement_proof.prove((), rank.seat.socket.numa_nodes, rank.threads)
+        logger.info("experts rank %d: %s", rank.seat.rank, proof)
+        placement_proof.check(proof, rank.engine.config.cpu.max_remote_memory_fraction)
 
     def _loaded(self, share: Share) -> dict[str, HeldLayer]:
         """This rank's slices of all remote experts by vLLM's name of their layer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -98,6 +99,10 @@ def test_greedy_tokens_are_those_of_stock(
     expected, (ours,), log = compared(scene, logs / "mixtral", path, runs)
     assert tokens(ours) == tokens(expected)
     assert "experts of 4 layers are computed by rank 1 (experts, socket" in log
+    for rank in (1, 2):
+        assert re.search(
+            rf"experts rank {rank}: [\d.]+% of \d+ MiB of its memory on its own NUMA", log
+        )
     # The last seconds may be missing.
     trace = RouteTrace.read(routes)
     assert [(layer.experts, layer.chosen) for layer in trace.layers] == [(8, 2)] * 4

@@ -1,11 +1,12 @@
 """Boot a guest with two NUMA nodes under QEMU's software emulation and serve a model inside.
 
-    python tests/numa/boot_engine.py [--kernel VMLINUZ]
+    python tests/numa/boot_engine.py [--experts] [--kernel VMLINUZ]
 
 Debian packages: qemu-system-x86, busybox-static, libnuma1, e2fsprogs; the environment of
 `make env`.  Without --kernel the package linux-image-cloud-amd64 is downloaded and unpacked, not
 installed.  The machine: two sockets of two cores, a NUMA node each.  An engine with a CPU rank on
-each serves a tiny model (engine_checks.py); which tokens are right is what stock vLLM answers here.
+each serves a tiny model (engine_checks.py); with --experts, a pretended GPU and an expert rank on
+each serve a tiny mixture.  Which tokens are right is what stock vLLM answers here.
 Exit code 0 if every check passed.
 """
 
@@ -74,11 +75,18 @@ OURS: dict[str, Any] = {
         }
     },
 }
+EXPERT_KEYS: dict[str, Any] = {"layout": [["gpu"]], "experts": {"ranks": 2}}
+"""Of this project beside those of `OURS`: a pretended GPU with attention, and an expert rank on
+each socket."""
+LONG = 1000
+"""Tokens of the prompt during which expert ranks are watched."""
 
 
 def main() -> int:
     """Boot, copy the guest's console to ours, tell whether it passed."""
-    given = qemu.options(__doc__.splitlines()[0], TIMEOUT_S)
+    given = qemu.options(
+        __doc__.splitlines()[0], TIMEOUT_S, {"--experts": "expert ranks beside a pretended GPU"}
+    )
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         kernel = given.kernel or qemu.fetch_kernel(scratch)
@@ -89,7 +97,7 @@ def main() -> int:
             INIT,
             {
                 "engine_checks.py": guest_files.HERE / "engine_checks.py",
-                "given": write_given(scratch),
+                "given": write_given(scratch, has_experts=given.experts),
                 "packages/placement": guest_files.ROOT / "placement",
                 "packages/ray_hetero": guest_files.ROOT / "ray_hetero",
             },
@@ -107,31 +115,41 @@ def main() -> int:
     return 0 if qemu.PASSED.search(console) else 1
 
 
-def write_given(scratch: Path) -> Path:
+def write_given(scratch: Path, *, has_experts: bool) -> Path:
     """The model, what is asked, and what stock vLLM answers; the folder that the guest gets."""
     given = scratch / "given"
-    model = write_demo_model(given / "model", "llama", dtype="f32")
+    architecture = "mixtral" if has_experts else "llama"
+    model = write_demo_model(given / "model", architecture, dtype="f32")
+    lengths = (*LENGTHS, LONG) if has_experts else LENGTHS
     prompts = [
         [(7919 * (place + 1) * (at + 1) + 31 * at) % 600 + 8 for at in range(length)]
-        for place, length in enumerate(LENGTHS)
+        for place, length in enumerate(lengths)
     ]
+    stock = STOCK | ({"max_model_len": 2 * LONG} if has_experts else {})
+    ours = dict(OURS)
+    if has_experts:
+        keys = ours["additional_config"]["ray_hetero"] | EXPERT_KEYS
+        ours["additional_config"] = {"ray_hetero": keys}
     (given / "request.json").write_text(
         json.dumps(
             {
-                "engine": {"model": "/given/model", **STOCK, **OURS},
+                "engine": {"model": "/given/model", **stock, **ours},
+                "has_experts": has_experts,
                 "prompts": prompts,
                 "sampling": SAMPLING,
-                "tokens": stock_tokens(scratch, model, prompts),
+                "tokens": stock_tokens(scratch, {"model": str(model), **stock}, prompts),
             }
         )
     )
     return given
 
 
-def stock_tokens(scratch: Path, model: Path, prompts: list[list[int]]) -> list[list[int]]:
+def stock_tokens(
+    scratch: Path, engine: dict[str, Any], prompts: list[list[int]]
+) -> list[list[int]]:
     """Greedy tokens of stock vLLM in one process of this machine."""
     run = {
-        "engine": {"model": str(model), **STOCK},
+        "engine": engine,
         "batches": [{"prompts": prompts, "sampling": SAMPLING}],
     }
     request, answer = scratch / "request.json", scratch / "answer.json"

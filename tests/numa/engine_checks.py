@@ -1,7 +1,8 @@
 """Runs as the only program of a QEMU guest with two NUMA nodes; see boot_engine.py.
 
 An engine with a CPU rank on each node serves a tiny model.  Its tokens must be those that stock
-vLLM gave on the machine outside, and the pages of each rank must be on its own node.
+vLLM gave on the machine outside, and the pages of each rank must be on its own node.  With expert
+ranks, a pretended GPU has attention, and an expert rank on each node a half of each expert.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -21,6 +23,8 @@ from typing import Any
 GIVEN = Path("/given")
 NODES = (0, 1)
 """The guest's NUMA nodes, each a socket, in the order of the ranks."""
+CORES = 2
+"""Of each node; the first ones are node 0's."""
 LARGE = 1 << 16
 """Bytes from which a tensor has pages of its own; smaller ones lie among other objects."""
 OWN = 0.99
@@ -42,6 +46,12 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """One process less, and nothing that asks for a network or a compiler."""
+PRETENDED = {"RAY_HETERO_PRETEND_GPU": "1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'}
+"""A GPU whose rank computes on the CPU, for expert ranks to stand beside."""
+AT_ONCE = 0.5
+"""Smallest share of the moments in which an expert rank computes that must be moments of both."""
+GLANCE_S = 0.01
+"""Pause between two looks at the threads of expert ranks."""
 RAY_ATTEMPTS = 6
 """Ray gives its processes half a minute to start, which no setting changes.  What they import is
 read and translated for the first time in the first attempt, and is faster afterwards."""
@@ -95,7 +105,7 @@ def engine_starts() -> str:
     """An engine starts, and has chosen a rank on each socket by itself."""
     config = engine().llm_engine.vllm_config.parallel_config
     sizes = config.pipeline_parallel_size, config.tensor_parallel_size
-    assert sizes == (1, len(NODES)), sizes
+    assert sizes == (1, 1 if _given()["has_experts"] else len(NODES)), sizes
     return f"{sizes[0]} stage, {sizes[1]} tensor-parallel ranks"
 
 
@@ -146,6 +156,74 @@ def threads() -> str:
     return str(found)
 
 
+def pages_of_experts() -> str:
+    """The memory of each expert rank, its experts included, is on the rank's own node."""
+    from placement.host import numa_maps
+
+    pids = _expert_processes()
+    found = [numa_maps.anonymous_pages(f".{pid}", pid=str(pid)) for pid in pids]
+    for node, pages in zip(NODES, found, strict=True):
+        assert pages.get(node, 0) >= OWN * sum(pages.values()) > 0, found
+    return ", ".join(f"node {node}: {pages}" for node, pages in zip(NODES, found, strict=True))
+
+
+def experts_at_once() -> str:
+    """While a long prompt is computed, threads of both expert ranks run at once, on own nodes."""
+    from vllm import SamplingParams
+
+    pids, seen, is_over = _expert_processes(), Counter[frozenset[int]](), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(GLANCE_S):
+            seen[frozenset(node for node in NODES if _runs_on(node, pids[node]))] += 1
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        engine().generate(
+            [{"prompt_token_ids": max(_given()["prompts"], key=len)}],
+            SamplingParams(**_given()["sampling"] | {"max_tokens": 1}),
+            use_tqdm=False,
+        )
+    finally:
+        is_over.set()
+        watcher.join()
+    any_runs = sum(count for nodes, count in seen.items() if nodes)
+    both = seen[frozenset(NODES)]
+    assert both >= AT_ONCE * any_runs > 0, seen
+    return f"both in {both} of {any_runs} moments, {sum(seen.values())} looks"
+
+
+def _runs_on(node: int, pid: int) -> bool:
+    """Whether a thread of a process runs on a CPU of a node at this moment."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "R" and int(fields[36]) // CORES == node:
+            return True
+    return False
+
+
+@functools.cache
+def _expert_processes() -> tuple[int, ...]:
+    """Process of the expert rank on each node, told by the cores that its threads are bound to."""
+    import psutil
+
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if not any("ExpertActor" in word for word in process.info["cmdline"] or ()):
+            continue
+        bound = sorted(
+            {
+                allowed[0]
+                for thread in process.threads()
+                if len(allowed := sorted(os.sched_getaffinity(thread.id))) == 1
+            }
+        )
+        found[tuple(bound)] = process.pid
+    assert sorted(found) == [(0, 1), (2, 3)], found
+    return found[0, 1], found[2, 3]
+
+
 @functools.cache
 def _given() -> Any:
     return json.loads((GIVEN / "request.json").read_text())
@@ -184,15 +262,18 @@ def _looked_at(worker: Any) -> dict[str, Any]:
 NEEDED: tuple[Callable[[], str], ...] = (machine, ray_starts, engine_starts)
 """Without one of these there is nothing to check."""
 CHECKS = (*NEEDED, tokens, pages_of_tensors, pages_of_processes, threads)
+EXPERT_CHECKS = (*NEEDED, tokens, pages_of_experts, experts_at_once)
 
 
 def main() -> None:
     """Run the checks, and say how each went."""
-    os.environ.update(PATIENCE | QUIET)
+    has_experts = _given()["has_experts"]
+    checks = EXPERT_CHECKS if has_experts else CHECKS
+    os.environ.update(PATIENCE | QUIET | (PRETENDED if has_experts else {}))
     kernel = os.uname()
     print(f"\nLinux {kernel.release}, {os.cpu_count()} CPUs, Python {sys.version.split()[0]}")
     failed = 0
-    for check in CHECKS:
+    for check in checks:
         began = time.monotonic()
         try:
             seen = check()
@@ -206,7 +287,7 @@ def main() -> None:
             seconds = time.monotonic() - began
             print(f"ok  {check.__name__}: {check.__doc__} ({seconds:.0f} s)", flush=True)
             print(f"      {seen}", flush=True)
-    print(f"{failed} checks failed" if failed else f"all {len(CHECKS)} checks passed", flush=True)
+    print(f"{failed} checks failed" if failed else f"all {len(checks)} checks passed", flush=True)
 
 
 if __name__ == "__main__":

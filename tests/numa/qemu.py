@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PROGRAM = "qemu-system-x86_64"
@@ -21,18 +21,23 @@ KERNEL_OPTIONS = "console=ttyS0 quiet loglevel=3 panic=-1"
 PASSED = re.compile(r"^all \d+ checks passed\s*$", re.MULTILINE)
 
 
-def options(description: str, timeout_s: float) -> argparse.Namespace:
+def options(
+    description: str, timeout_s: float, switches: Mapping[str, str] | None = None
+) -> argparse.Namespace:
     """Options that all guests have, as they were given; ends this program where QEMU is missing.
 
     Args:
         description: of the program, for its help.
         timeout_s: longest run of the guest where nothing is given.
+        switches: further options without a value, and their help.
 
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--kernel", type=Path, help="bzImage with NUMA support")
     parser.add_argument("--accel", default="tcg", help="tcg (software emulation) or kvm")
     parser.add_argument("--timeout", type=float, default=timeout_s, help="seconds")
+    for switch, text in (switches or {}).items():
+        parser.add_argument(switch, action="store_true", help=text)
     given = parser.parse_args()
     if shutil.which(PROGRAM) is None:
         sys.exit(f"not found: {PROGRAM}: apt install qemu-system-x86")
