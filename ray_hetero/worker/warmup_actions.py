@@ -17,6 +17,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import set_random_seed
 
 from ray_hetero.compat.worker import warmup
+from ray_hetero.compat.worker.received_tensors import unread_names
+from ray_hetero.errors import UnsupportedError
 from ray_hetero.log import logger
 from ray_hetero.offload.prefill.stage_output import StageOutput
 from ray_hetero.planning.world_plan import KV_ROUNDS, KV_SHARE_OF_FREE
@@ -88,7 +90,27 @@ def run_ahead(worker: Any, serving_cpus: Collection[int], own_cpus: Collection[i
             keep_to(own_cpus)
 
 
+def check_what_is_read(worker: Any, context: RankContext) -> None:
+    """Refuse a model that leaves something unread of what crosses its stage boundary.
+
+    Raises:
+        UnsupportedError: names the tensors.
+
+    """
+    if getattr(get_pp_group(), "boundary", None) is None:
+        return
+    unread = unread_names(worker.model_runner)
+    if unread:
+        model = type(worker.model_runner.get_model()).__name__
+        raise UnsupportedError(
+            f"{model} does not read {', '.join(unread)} behind a stage boundary: the stage before "
+            f"sends that to {context.kind} rank {context.rank}, and tokens would be wrong without "
+            "it. Write a layout of one stage."
+        )
+
+
 def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
+    check_what_is_read(worker, context)
     if current_platform.is_cuda():
         return int(worker.determine_available_memory())
     warmup.measure_on_cpu(worker)
@@ -96,6 +118,7 @@ def _measure_memory(worker: Any, context: RankContext, step: Step) -> int:
 
 
 def _forward(worker: Any, context: RankContext, step: Step) -> None:
+    check_what_is_read(worker, context)
     if not (context.has_run_ahead and step.tokens == worker.model_runner.max_num_tokens):
         warmup.run_forward(worker.model_runner, step.tokens)
 

@@ -151,7 +151,8 @@ def check(directory: Path) -> None:
 
     Raises:
         StockError: the whole model cannot be had.
-        StageError: a weight is on no stage, on two, or differs, or the hidden states differ.
+        StageError: a weight is on no stage, on two, or differs, a stage does not read what the one
+            before sends, or the hidden states differ.
         Exception: whatever vLLM raises where a stage cannot be built, loaded or computed.
 
     """
@@ -163,6 +164,7 @@ def check(directory: Path) -> None:
     )
 
     from ray_hetero.compat.models import pipeline_models
+    from ray_hetero.compat.worker.received_tensors import NotedTensors
 
     # Compiled parts would keep what is pretended here.
     torch._dynamo.config.disable = True
@@ -183,7 +185,10 @@ def check(directory: Path) -> None:
         config, (model, parameters) = _loaded(directory, stage, STAGES)
         pipeline_models.read_per_layer_inputs()
         weights.append(parameters)
-        found = _run(directory, config, model, stage, STAGES, found)
+        given = found if found is None else NotedTensors(found.tensors)
+        found = _run(directory, config, model, stage, STAGES, given)
+        if given is not None and given.unread:
+            raise StageError(f"stage {stage} does not read {', '.join(given.unread)}")
     _compare_weights(whole, weights)
     if not isinstance(found, torch.Tensor):
         found, expected = found[0], expected[0]

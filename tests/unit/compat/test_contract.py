@@ -87,6 +87,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import gemma4
 from vllm.model_executor.models import registry as model_registry
 from vllm.model_executor.models import utils as model_utils
+from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
@@ -306,6 +307,9 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/models/mamba2", MambaSpec, "prefill_checkpoint_alignment"),
     ("compat/worker/warmup", CPUModelRunner, "profile_run"),
     ("compat/worker/warmup", CPUModelRunner, "warming_up_model"),
+    ("compat/worker/received_tensors", GPUModelRunner, "_dummy_run"),
+    ("compat/worker/received_tensors", ForwardContext, "skip_compiled"),
+    ("compat/worker/received_tensors", EagleModelMixin, "AUX_HIDDEN_STATE_KEY"),
     ("compat/worker/warmup", GPUModelRunner, "_dummy_run"),
     ("compat/worker/warmup", Worker, "_scoped_allocator_max_split"),
     ("compat/worker/warmup", Worker, "randomize_dummy_inputs"),
@@ -672,6 +676,7 @@ ASSIGNED: list[tuple[str, type, str]] = [
     ("compat/engine/long_prompts", Request, "num_computed_tokens"),
     ("compat/engine/long_prompts", Request, "sampling_params"),
     ("compat/worker/spec_decode", GPUModelRunner, "speculative_config"),
+    ("compat/worker/received_tensors", GPUModelRunner, "speculative_config"),
     ("compat/worker/spec_decode", GPUModelRunner, "input_batch"),
     ("compat/worker/spec_decode", GPUModelRunner, "input_ids"),
     ("compat/worker/spec_decode", GPUModelRunner, "requests"),

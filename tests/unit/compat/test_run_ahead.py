@@ -90,8 +90,11 @@ def test_cores_of_cpu_ranks_are_left_alone_meanwhile(
 
 
 @pytest.mark.parametrize(("has_run", "tokens"), [(False, 512), (True, 512), (True, 1)])
-def test_the_schedule_does_not_make_that_pass_again(has_run: bool, tokens: int) -> None:
+def test_the_schedule_does_not_make_that_pass_again(
+    has_run: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = Worker()
+    monkeypatch.setattr(warmup_actions, "check_what_is_read", lambda worker, context: None)
     context = warmup_actions.RankContext(0, "cpu", None, 1, has_run_ahead=has_run)
     warmup_actions._forward(worker, context, Step(1, Action.FORWARD, tokens))
     expected = [(1, {"is_profile": True})] if tokens == 1 else ["on CPU"]
