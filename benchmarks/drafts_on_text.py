@@ -172,7 +172,7 @@ class Gain:
     """Gain of drafts on one kind of text."""
 
     tokens_per_s: float
-    """Of the fastest round: other work on the host makes a round slower, never faster."""
+    """Tokens per second of the fastest round: other work on the host makes rounds slower only."""
     speed_up: float
     """Against the fastest round without drafts."""
     accepted: float
