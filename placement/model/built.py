@@ -15,6 +15,7 @@ from placement.model.config import Config, kv_bytes
 from placement.model.quantisation import stored_together
 from placement.model.shape import Mla, ModelShape
 from placement.model.tensors import KvCache, Layer, Role, Tensor, is_multiplied, role_of
+from placement.model.towers import describes_encoders
 from placement.model.undivided import uses_of
 
 Values = Mapping[str, Any]
@@ -72,6 +73,7 @@ def shape_from_parts(
         expert_parts=(inner // together if inner % together == 0 else 1) if experts else 0,
         uses=uses_of(reader),
         divides=bool(parts.get("divides", True)),
+        has_unsized_encoders=bool(parts.get("decoder_alone")) and describes_encoders(config),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from placement.model.tensors import Layer, Tensor
+from placement.model.towers import is_tower
 from placement.model.undivided import Use, barred_cuts, divided
 
 Source = Literal["config", "safetensors", "vLLM"]
@@ -40,7 +41,7 @@ class ModelShape:
     output_head: tuple[Tensor, ...]
     """Empty where the embedding serves as output matrix."""
     extra: tuple[Tensor, ...]
-    """Vision and audio towers; the first stage holds them."""
+    """Encoders of images and sound, and whatever else is no part of the decoder."""
     tied: bool
     vocabulary_everywhere: bool
     """vLLM gives each pipeline stage of this architecture its embedding, norm and output head."""
@@ -62,6 +63,23 @@ class ModelShape:
     """Layers that must be on the same stage as an earlier one."""
     divides: bool = True
     """Whether vLLM has pipelines for the model."""
+    has_unsized_encoders: bool = False
+    """Whether there are encoders of images or sound beside what is listed here."""
+
+    @property
+    def towers(self) -> tuple[Tensor, ...]:
+        """Encoders of images and sound: every stage holds them, the first one computes them."""
+        return tuple(tensor for tensor in self.extra if is_tower(tensor.name))
+
+    @property
+    def has_encoders(self) -> bool:
+        """Whether the model encodes images or sound."""
+        return self.has_unsized_encoders or bool(self.towers)
+
+    def without_encoders(self) -> ModelShape:
+        """The model as it is for text alone."""
+        kept = tuple(tensor for tensor in self.extra if not is_tower(tensor.name))
+        return replace(self, extra=kept, has_unsized_encoders=False)
 
     @property
     def barred(self) -> frozenset[int]:
@@ -131,11 +149,9 @@ class ModelShape:
     def around(self, *, first: bool, last: bool) -> tuple[Tensor, ...]:
         """Tensors outside the layers that a stage holds, as vLLM 0.32 places them."""
         everywhere = self.vocabulary_everywhere
-        tensors: tuple[Tensor, ...] = ()
+        tensors = self.extra if first else self.towers
         if first or everywhere or (last and self.tied):
             tensors += self.embedding
-        if first:
-            tensors += self.extra
         if last or everywhere:
             tensors += self.final_norm + self.output_head
         return tensors

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from placement.cluster.layout import Layout
 from placement.model.shape import ModelShape
 from placement.plan.devices import RankDevice
 from placement.plan.drafts import Speculation
+from placement.plan.encoders import encoder_line
 from placement.plan.split import Split
 from placement.plan.stage_plan import ExpertPlan
 from placement.plan.users import UserTimes
@@ -74,6 +76,8 @@ class Plan:
                 f"--pipeline-parallel-size {len(alone.stages)} a decode step takes "
                 f"{duration(alone.step_s)} instead of {duration(split.step_s)}."
             )
+        kinds = tuple(tuple(rank.device.kind for rank in stage.ranks) for stage in split.stages)
+        notes += filter(None, [encoder_line(self.shape, Layout(kinds))])
         notes += _sources([rank.device for rank in split.ranks + self.experts])
         return tuple(notes)
 

@@ -9,10 +9,12 @@ from functools import cached_property
 from itertools import permutations
 from typing import Literal
 
+from placement.cluster.layout import Layout
 from placement.model.shape import ModelShape
 from placement.plan import cost
 from placement.plan.devices import Links, RankDevice, StageDevices, boundary_link
 from placement.plan.drafts import Drafter
+from placement.plan.encoders import are_on_gpu
 from placement.plan.memory import (
     Memory,
     activation_bytes,
@@ -55,11 +57,24 @@ class Planner:
     def best(self, order: Order) -> Split | None:
         """The best split over all orders; None where none fits.
 
-        Of equal splits the one whose order comes first in `orders` is taken.
+        Of equal splits the one whose order comes first in `orders` is taken.  A model with encoders
+        of images or sound begins on a GPU, if it fits so: the first stage computes them.
         """
+        orders = list(self.orders(order))
+        on_gpu = [places for places in orders if self._encodes_on_gpu(places)]
+        others = [places for places in orders if places not in on_gpu]
+        return self._best_of(on_gpu) or self._best_of(others)
+
+    def _encodes_on_gpu(self, places: Sequence[int]) -> bool:
+        layout = Layout(
+            tuple(tuple(rank.kind for rank in self.stages[place].ranks) for place in places)
+        )
+        return not self.shape.has_encoders or are_on_gpu(layout)
+
+    def _best_of(self, orders: Sequence[tuple[int, ...]]) -> Split | None:
         cut = shortest_sum if self.objective == "latency" else smallest_peak
         best: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None
-        for places in self.orders(order):
+        for places in orders:
             costs = self.costs(places)
             layers = cut(costs, self.shape.barred)
             if layers is None:

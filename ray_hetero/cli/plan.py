@@ -84,6 +84,8 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
     folder = path if path.is_dir() else None
     hub = None if path == Path(options.model).expanduser() else hub_model(options.model)
     shape = sizes_of(content, folder, dtype=computed, kv_dtype=kv_dtype, hub=hub)
+    if options.language_model_only:
+        shape = shape.without_encoders()
     drafter, acceptance = _drafter(options.speculative, options.draft_model, shape)
     config.experts.check_limits(
         max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs
@@ -137,6 +139,7 @@ def _served_with(options: PlanOptions, config: HeteroConfig, plan: Plan) -> dict
         "--gpu-memory-utilization": _unless(DEFAULT_GPU_SHARE, options.gpu_memory_utilization),
         "--dtype": _unless("auto", options.dtype),
         "--kv-cache-dtype": _unless("auto", options.kv_cache_dtype),
+        "--language-model-only": options.language_model_only or None,
         "--speculative-config": speculative
         and speculative_option(int(speculative.partition(",")[0]), options.draft_model),
     }

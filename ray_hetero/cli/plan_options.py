@@ -108,6 +108,13 @@ class PlanOptions:
     ] = None
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto"
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto"
+    language_model_only: Annotated[
+        bool,
+        typer.Option(
+            "--language-model-only",
+            help="vLLM's --language-model-only: no encoders of images, video or sound.",
+        ),
+    ] = False
     speculative: Annotated[str | None, typer.Option(help=SPECULATIVE)] = None
     draft_model: Annotated[
         str | None,

@@ -13,6 +13,7 @@ from placement.cluster.external_group import describe_group
 from placement.cluster.layout import Layout
 from placement.cluster.ray_cluster import ExternalGroup
 from placement.errors import LayoutError
+from placement.plan.encoders import encoder_line
 from ray_hetero.compat.engine import engine_args, long_prompts, shared_batches
 from ray_hetero.compat.worker import late_tokens, layer_partition
 from ray_hetero.errors import ConfigError
@@ -61,6 +62,8 @@ class EnginePlan:
     """Whether steps of many tokens read weights of CPU ranks or expert ranks over a GPU's link."""
     locality: str | None
     """Statement of which sockets are near the GPUs that they feed; None where nothing is known."""
+    encoders: str
+    """Statement of where images and sound are encoded; empty where the model has no encoders."""
 
     @property
     def world(self) -> World:
@@ -81,7 +84,7 @@ class EnginePlan:
         for warning in filter(None, (planned, sharing)):
             logger.warning(warning)
         logger.info("\n%s", as_text(placement_table(self.world, self.layers.threads)))
-        for line in filter(None, (self.locality, *describe_split(self.layers))):
+        for line in filter(None, (self.locality, *describe_split(self.layers), self.encoders)):
             logger.info("plan: %s", line)
         if self.schedules_ahead:
             logger.info(
@@ -158,6 +161,7 @@ class EnginePlanner:
             ),
             reads_over_link(self._config, plan.world, nodes, is_bf16=facts.is_bf16),
             world_plan.locality_line(plan.world.seats, {node.node_id: node.host for node in nodes}),
+            "" if facts.shape is None else encoder_line(facts.shape, plan.world.layout),
         )
 
     def _layer_plan(self, nodes: Sequence[Node], facts: EngineFacts) -> LayerPlan:

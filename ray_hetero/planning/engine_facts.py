@@ -230,4 +230,7 @@ def _shape(model: ModelConfig, cache_dtype: str, layers: int) -> tuple[ModelShap
         )
     except UnknownModelError as error:
         return None, str(error)
+    if shape.has_encoders and not model.supports_multimodal_inputs:
+        # vLLM makes no encoders for --language-model-only, or where no prompt may have an image.
+        shape = shape.without_encoders()
     return shape, ""

@@ -19,6 +19,7 @@ from placement.cluster.layout import Kind, Layout, divides_heads
 from placement.errors import DoesNotFitError, PlacementError
 from placement.model.config import UnknownModelError
 from placement.model.shape import ModelShape
+from placement.plan.encoders import are_on_gpu
 from placement.plan.users import first_token_s
 from placement.words import duration, plural
 from ray_hetero.config import HeteroConfig, WorkloadConfig
@@ -187,6 +188,10 @@ def _best(
         gpus = "one GPU" if alone[0].layout.world_size == 1 else "GPUs"
         return alone[0], f"the model fits on {gpus} alone"
     limit_s = request.config.workload.first_token_s
+    sooner = _shortest(_in_time(fitting, limit_s))
+    assert request.facts.shape is not None
+    if request.facts.shape.has_encoders:
+        fitting = _with_encoders_on_gpu(fitting)
     chosen = _shortest(_in_time(fitting, limit_s))
     short = _with_short_context(request)
     holds_weights = any(
@@ -195,9 +200,20 @@ def _best(
         if _is_gpus_alone(one) and one.plan is None and not one.is_refused
     )
     why = _reason(chosen, found, holds_weights=holds_weights)
+    if chosen is not sooner:
+        why += " of those whose first stage, which encodes images and sound, is a GPU"
     if chosen is not _shortest(fitting):
         why += f" with a first token within {limit_s:g} s (workload.first_token_s), or the soonest"
     return chosen, why
+
+
+def _with_encoders_on_gpu(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates but those whose first stage, which encodes images, is a socket beside GPUs.
+
+    All of them where no other one has a GPU.
+    """
+    kept = [one for one in fitting if are_on_gpu(one.layout)]
+    return kept if any(one.layout.count("gpu") for one in kept) else list(fitting)
 
 
 def _with_short_context(request: PlanRequest) -> PlanRequest:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
+from placement.model.towers import is_tower
 from ray_hetero.compat.models.routed_experts import routed_layers
 from ray_hetero.compat.patching import original
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 Values = dict[str, Any]
-TOWERS = ("vision", "visual", "audio", "image", "vit", "tower", "projector", "connector")
-"""Parts of the names of modules that are no decoder."""
 
 
 def parts_of(model: nn.Module, vllm_config: VllmConfig) -> Values:
@@ -62,7 +61,7 @@ def has_vocabulary(stage: nn.Module) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     return any(
-        isinstance(module, VocabParallelEmbedding) and not _is_tower(name)
+        isinstance(module, VocabParallelEmbedding) and not is_tower(name)
         for name, module in stage.named_modules()
     )
 
@@ -92,13 +91,9 @@ def decoder_layers(model: nn.Module, count: int) -> str:
     lists = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) >= count and not _is_tower(name)
+        if isinstance(module, nn.ModuleList) and len(module) >= count and not is_tower(name)
     }
     return max(lists, key=lambda name: lists[name], default="")
-
-
-def _is_tower(name: str) -> bool:
-    return any(word in part for part in name.split(".")[:2] for word in TOWERS)
 
 
 def _layer(name: str, layers: str) -> int | None:
@@ -128,7 +123,7 @@ def _parameters(model: nn.Module, layers: str) -> Iterator[Values]:
                 "width": parameter.element_size(),
                 "type": str(parameter.dtype).removeprefix("torch."),
                 "dimensions": parameter.dim(),
-                "place": "extra" if _is_tower(full) else _place(module, full),
+                "place": "extra" if is_tower(full) else _place(module, full),
                 "replicated": _is_replicated(module),
             }
             elements = parameter.numel()
