@@ -96,13 +96,14 @@ class Way:
 
 
 def formats() -> dict[str, Format]:
-    """Formats by name."""
+    """Formats by name; larger groups stand for formats whose groups have a size of their own."""
     from ray_hetero.cli.demo.stored import FORMATS
 
     plain = {
         "bf16": Format(), "12 bits": Format(compact=True), "fp16": Format(dtype="float16")
     }  # fmt: skip
-    return {**plain, **{name: Format(stored=name) for name in FORMATS}}
+    stored = (name for name, form in FORMATS.items() if form.group is None)
+    return {**plain, **{name: Format(stored=name) for name in stored}}
 
 
 NGRAM = {

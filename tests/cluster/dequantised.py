@@ -46,7 +46,8 @@ def weight_of(parts: dict[str, torch.Tensor], scheme: dict[str, Any]) -> torch.T
     if method == "fp8" and "weight_block_size" in scheme:
         rows, columns = scheme["weight_block_size"]
         weight = parts["weight"].float()
-        scales = parts["weight_scale_inv"].repeat_interleave(rows, 0)[: weight.shape[0]]
+        scales = parts["weight_scale_inv"].float()
+        scales = scales.repeat_interleave(rows, 0)[: weight.shape[0]]
         return weight * scales.repeat_interleave(columns, 1)[:, : weight.shape[1]]
     if method == "gptq":
         codes = _words(parts["qweight"].t())

@@ -36,7 +36,8 @@ IN_STOCK = {"w4a16", "w4a16-zeros", "gptq", "awq"} if torch.cpu._is_avx512_suppo
 for AVX2 have none of them."""
 HELD = {
     "int8": "int8", "w8a16": "int8", "fp8": "fp8", "fp8-channel": "fp8", "fp8-tensor": "fp8",
-    "fp8-weight": "fp8", "w4a16": "int4", "w4a16-zeros": "int4", "gptq": "int4", "awq": "int4",
+    "fp8-weight": "fp8", "fp8-32": "fp8", "w4a16": "int4", "w4a16-32": "int4",
+    "w4a16-zeros": "int4", "gptq": "int4", "awq": "int4",
     "mxfp4": "fp4", "mxfp8": "fp8", "nvfp4": "fp4", "nvfp4-modelopt": "fp4",
 }  # fmt: skip
 """The format of ray_hetero/kernels/formats that holds each."""

@@ -42,6 +42,24 @@ def block_tensors(weight: Any, group: int) -> dict[str, Any]:
     return {"weight": stored, "weight_scale_inv": scale[:, 0, :, 0]}
 
 
+def powers_scheme(group: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint in blocks whose scales are powers of two."""
+    return {**block_scheme(group, ignored), "scale_fmt": "ue8m0"}
+
+
+def powers_tensors(weight: Any, group: int) -> dict[str, Any]:
+    """As `block_tensors`, with scales that are powers of two, of one byte each."""
+    import torch
+
+    scales = block_tensors(weight, group)["weight_scale_inv"]
+    powers = torch.exp2(torch.ceil(torch.log2(scales)))
+    of_weights = powers.repeat_interleave(group, 0)[: len(weight)].repeat_interleave(group, 1)
+    return {
+        "weight": _floats(weight / of_weights),
+        "weight_scale_inv": powers.to(torch.float8_e8m0fnu),
+    }
+
+
 def channel_scheme(
     group: int, ignored: Sequence[str], *, has_activations: bool = True
 ) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Stored:
     """`quantization_config` of the checkpoint, given a group's size and which layers stay."""
     tensors: Callable[[Any, int], Tensors]
     """Given a weight [N, K] in float32 and a group's size."""
+    group: int | None = None
+    """Size of a group where the format has one; None takes the largest that fits."""
 
 
 FORMATS = {
@@ -44,7 +46,9 @@ FORMATS = {
     "fp8-channel": Stored(fp8.channel_scheme, fp8.channel_tensors),
     "fp8-tensor": Stored(fp8.tensor_scheme, fp8.tensor_tensors),
     "fp8-weight": Stored(partial(fp8.channel_scheme, has_activations=False), fp8.channel_tensors),
+    "fp8-32": Stored(fp8.powers_scheme, fp8.powers_tensors, group=32),
     "w4a16": Stored(integers.packed_scheme, integers.packed_tensors),
+    "w4a16-32": Stored(integers.packed_scheme, integers.packed_tensors, group=32),
     "w4a16-zeros": Stored(
         partial(integers.packed_scheme, has_zeros=True),
         partial(integers.packed_tensors, has_zeros=True),
@@ -77,9 +81,8 @@ def quantise(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for layer in weights
         for size in plain[layer + WEIGHT].shape[layer.endswith(LAST_OF_FUSED) :]
     }
-    group = next((group for group in GROUPS if all(size % group == 0 for size in sizes)), None)
-    if group is None:
-        group = GROUPS[-1]
+    fitting = (group for group in GROUPS if all(size % group == 0 for size in sizes))
+    group = stored.group or next(fitting, GROUPS[-1])
     state: dict[str, Any] = {}
     for key, tensor in plain.items():
         layer = key.removesuffix(WEIGHT)
