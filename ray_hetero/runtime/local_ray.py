@@ -10,6 +10,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -69,39 +70,51 @@ def start(*, log_to_driver: bool = True, folder: str = "") -> str:
     settle_environment()
     ask_for_token()
     own = _folders[os.getpid()] = PrivateFolder(folder)
+    try:
+        with withheld():
+            init_in(
+                own.path,
+                address="local",
+                num_cpus=os.cpu_count(),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+            )
+    except StartupError:
+        _folders.pop(os.getpid()).remove()
+        raise
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def init_in(folder: Path, **options: Any) -> None:
+    """Start a Ray whose files are in `folder` and connect to it, again if Ray was not up in time.
+
+    Args:
+        folder: of no other Ray; Ray gives its own part of it to all users.
+        options: of `ray.init`.
+
+    Raises:
+        StartupError: Ray was not up in time, `ATTEMPTS` times.
+
+    """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            _start_in(own.path, log_to_driver)
-            return str(ray.get_runtime_context().gcs_address)
+            ray.init(**options, _temp_dir=str(folder / "r"))
+            return
         except Exception as error:
             if OUT_OF_TIME not in str(error):
                 raise
-            _kill_those_of(own.path)
+            _kill_those_of(folder)
             logger.warning(
                 "Ray was not up within its own limit of 30 s (attempt %d of %d): this host may be "
                 "busy", attempt, ATTEMPTS,
             )  # fmt: skip
-    _folders.pop(os.getpid()).remove()
     raise StartupError(
         f"expected a Ray of this host within {ATTEMPTS} × 30 s, found: {ATTEMPTS} times it was not "
         "up in time. Look with `top` for what keeps the host busy and start again; or type `ray "
         "start --head` and then the command again with RAY_ADDRESS=127.0.0.1:6379"
     )
-
-
-def _start_in(folder: Path, log_to_driver: bool) -> None:
-    """Start a Ray whose files are in `folder`, once, and connect to it."""
-    with withheld():
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-            # Ray gives its folder to all users.
-            _temp_dir=str(folder / "r"),
-        )
 
 
 def _kill_those_of(folder: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import ray
 from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
+
+from ray_hetero.runtime import local_ray
 
 LEFT: list[LLM] = []
 """Engines that nobody shuts down."""
@@ -181,7 +183,7 @@ def _own_ray_processes() -> list[str]:
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     if request["ray"] is not None:
-        ray.init(**request["ray"])
+        local_ray.init_in(Path(tempfile.gettempdir()), **request["ray"])
     answers = []
     for run in request["runs"]:
         answers.append(_run(run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray.util import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.errors import PlacementError
+from ray_hetero.runtime import local_ray
 
 Request = dict[str, Any]
 
@@ -54,7 +56,7 @@ def groups() -> dict[str, str]:
 
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
-    ray.init(**request["ray"])
+    local_ray.init_in(Path(tempfile.gettempdir()), **request["ray"])
     group = placement_group(request["bundles"], name="trial")
     assert group.wait(60)
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import httpx
-import ray
 from engines import free_port
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 from ray.util import placement_group_table
 
 from ray_hetero.observability.status import running_engines
+from ray_hetero.runtime import local_ray
 
 QUESTION = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": "Where?"}]}
 
@@ -48,7 +49,10 @@ def _groups() -> dict[str, Any]:
 
 def main() -> None:
     model, answer = sys.argv[1:]
-    ray.init(num_cpus=3, object_store_memory=100 << 20, include_dashboard=False)
+    local_ray.init_in(
+        Path(tempfile.gettempdir()), num_cpus=3, object_store_memory=100 << 20,
+        include_dashboard=False,
+    )  # fmt: skip
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build_openai_app({"llm_configs": [_config(model)]}))

@@ -101,16 +101,20 @@ ENDLESS = {"model": NAME, "prompt": prompts()[1], "max_tokens": 1500, "stream": 
 
 
 INSTALL = """
-import json, ray
+import json, tempfile
+from pathlib import Path
 from placement.cluster import ray_cluster
 from placement.cluster.assignment import assign
 from placement.cluster.layout import Layout
 from ray_hetero.preflight.cluster_software import software_of
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import CpuSiteError
+from ray_hetero.runtime import local_ray
 from ray_hetero.world import World
 
-ray.init(runtime_env={{"env_vars": {environment}}}, logging_level="error")
+local_ray.init_in(
+    Path(tempfile.gettempdir()), runtime_env={{"env_vars": {environment}}}, logging_level="error"
+)
 layout = Layout((("cpu",), ("cpu",)))
 nodes = ray_cluster.discover(unit="package", shares=1, timeout_s=60)
 world = World(layout, assign(layout, nodes), (1, 1))

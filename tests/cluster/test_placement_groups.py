@@ -25,12 +25,14 @@ from leftovers import Scene
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 SHORT = """
-import json, logging, ray
+import json, logging, ray, tempfile
 from dataclasses import replace
-from placement.cluster import ray_cluster
+from pathlib import Path
+from placement.cluster import ray_cluster as cluster
 from placement.cluster.assignment import assign
 from placement.errors import ReservationError
 from placement.cluster.layout import Layout
+from ray_hetero.runtime import local_ray
 
 def error_of(seats):
     try:
@@ -38,7 +40,10 @@ def error_of(seats):
     except ReservationError as error:
         return str(error)
 
-ray.init(num_cpus=1, num_gpus=1, object_store_memory=100 << 20, include_dashboard=False)
+local_ray.init_in(
+    Path(tempfile.gettempdir()), num_cpus=1, num_gpus=1, object_store_memory=100 << 20,
+    include_dashboard=False,
+)
 nodes = cluster.discover(unit="package", shares=2, timeout_s=60)
 two = assign(Layout((("cpu",), ("cpu",))), nodes)
 one = [replace(two[0], bundle_cpus=1.0)]

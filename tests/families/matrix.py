@@ -35,9 +35,14 @@ VLLM_REFUSES = ("Pipeline parallelism is not supported for this model",)
 
 KEEPER = """
 import sys, ray
+from pathlib import Path
+from ray_hetero.runtime import local_ray
 sys.executable = sys.argv[1]
-found = ray.init(num_cpus=2, num_gpus=4, object_store_memory=100 << 20, include_dashboard=False)
-print(found.address_info["address"], flush=True)
+local_ray.init_in(
+    Path(sys.argv[2]), num_cpus=2, num_gpus=4, object_store_memory=100 << 20,
+    include_dashboard=False,
+)
+print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
 FORKS = "from families.forked_workers import serve; import sys; serve(sys.argv[1])"
@@ -55,7 +60,7 @@ def kept_ray(folder: Path) -> Iterator[None]:
     program = forked_workers.write_program(folder, socket)
     with (
         _first_line([sys.executable, "-c", FORKS, socket], "ready"),
-        _first_line([sys.executable, "-c", KEEPER, str(program)], ":") as address,
+        _first_line([sys.executable, "-c", KEEPER, str(program), str(folder)], ":") as address,
     ):
         os.environ["RAY_ADDRESS"] = address
         yield
