@@ -34,6 +34,7 @@ from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
     facts_of_checkpoint,
 )
+from ray_hetero.planning.hub_config import hub_config
 from ray_hetero.planning.machine import Machine
 from ray_hetero.planning.model_plan import ModelPlan, plan_model
 from ray_hetero.planning.plan_request import PlanRequest
@@ -78,7 +79,7 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
     _check_dtypes(options)
     if options.topology and options.cluster:
         raise LayoutError("--topology and --cluster: expected one of them, got both")
-    path = machines.hub_config(options.model)
+    path = hub_config(options.model)
     content = read_config(path)
     computed, kv_dtype = dtype_of_config(content, options.dtype), options.kv_cache_dtype
     folder = path if path.is_dir() else None
@@ -267,7 +268,7 @@ def _drafter(
             "3,0.7, and, where not every step has drafts, the share of steps that have, like "
             f"3,0.7,0.2; got {shown(speculative)}"
         )
-    path = None if model is None else machines.hub_config(model)
+    path = None if model is None else hub_config(model)
     if path is not None:
         # One of unknown sizes would be planned as if drafts cost nothing.
         sizes_of(read_config(path), path if path.is_dir() else None)

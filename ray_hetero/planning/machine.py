@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from placement.cluster.assignment import Node, Seat
 from placement.cluster.claims import default_directory, held
@@ -95,41 +94,3 @@ def _measured(
 def described_machine(cluster: DescribedCluster) -> Machine:
     """A cluster as a file describes it; nothing is measured."""
     return Machine(cluster.as_nodes(), lambda seats, threads: {}, cluster.device_of, cluster.links)
-
-
-def hub_config(model: str) -> Path:
-    """Path of a model's folder or config.json; that of a name on the hub is fetched.
-
-    Raises:
-        UnknownModelError: it is neither here nor to be had from the hub.
-
-    """
-    from placement.model.config import UnknownModelError
-
-    path = Path(model).expanduser()
-    is_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
-    # A name that is too long for a file is refused where the file is read.
-    if not is_name or _is_there(path):
-        return path
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        raise UnknownModelError(
-            f"{model}: there is no such folder, and huggingface_hub, which asks the hub, is missing"
-        ) from None
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UnknownModelError(
-            f"{model}: there is no such folder, and its config.json cannot be had from the hub: "
-            f"{reason}. Give a folder with a config.json."
-        ) from None
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False

@@ -216,7 +216,8 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.Monke
     answer = command("nobody/no-such-model")
     assert answer.exit_code == 1
     assert answer.stderr.startswith(
-        "ray-hetero: nobody/no-such-model: there is no such folder, and"
+        "ray-hetero: nobody/no-such-model: there is no such folder, it is not in the hub's cache, "
+        "and HF_HUB_OFFLINE is set"
     )
     assert answer.stderr.count("\n") == 1
 
