@@ -21,6 +21,7 @@ class Node:
 
     node_id: str
     address: str
+    """Address in the cluster; empty of a node that is only described."""
     host: Host
     sockets: tuple[Socket, ...]
     """Sockets (or shares of them) that no other engine holds."""
@@ -33,6 +34,11 @@ class Node:
     """Holders of the node's other sockets, for messages."""
     held_gpus: int = 0
     """GPUs of the node that placement groups hold."""
+
+    @property
+    def label(self) -> str:
+        """Name of the node for messages, with its address if it has one."""
+        return f"{self.host.name} ({self.address})" if self.address else self.host.name
 
 
 @dataclass(frozen=True)
@@ -303,8 +309,7 @@ def _no_room(layout: Layout, stage: int, kind: Kind, nodes: Sequence[Node]) -> s
 
 def _there(nodes: Sequence[Node]) -> str:
     return "; ".join(
-        f"{node.host.name} ({node.address}): {plural(node.gpus, 'GPU')}, "
-        f"{plural(len(node.sockets), 'socket')}"
+        f"{node.label}: {plural(node.gpus, 'GPU')}, {plural(len(node.sockets), 'socket')}"
         for node in nodes
     )
 

@@ -143,7 +143,7 @@ def bundles_of(seats: Sequence[Seat], offers: Sequence[Offer]) -> tuple[int, ...
 
 def describe_group(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     """The group for messages: what each bundle has, by node."""
-    names = {node.node_id: f"{node.host.name} ({node.address})" for node in nodes}
+    names = {node.node_id: node.label for node in nodes}
     by_node: dict[str, list[str]] = {}
     for bundle in sorted(bundles, key=lambda one: one.index):
         name = names.get(bundle.node_id, bundle.node_id)

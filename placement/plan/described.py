@@ -70,8 +70,8 @@ class DescribedCluster:
         return tuple(
             Node(
                 node_id=node.host.name,
-                # Assignment goes by address: a number keeps the order of the file.
-                address=f"{index:06d}",
+                # Nodes without addresses stay in the order of the file.
+                address="",
                 host=node.host,
                 sockets=sockets_of(node.host),
                 gpus=len(node.gpus),

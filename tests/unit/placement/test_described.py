@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from placement.errors import TopologyError
+from placement.cluster.assignment import assign
+from placement.cluster.layout import Layout
+from placement.errors import LayoutError, TopologyError
 from placement.plan.described import described, read_described
 from placement.units import GIB
 
@@ -32,6 +34,15 @@ def test_hosts_and_figures() -> None:
     assert epyc.figures.layer_latency_s == 50e-6
     assert (cluster.links.network.bandwidth, cluster.links.network.source) == (12.5e9, "configured")
     assert cluster.links.shm.source == "table"
+
+
+def test_described_nodes_stay_in_the_order_of_the_file_and_are_named_without_an_address() -> None:
+    names = ["first", "b", "a"]
+    nodes = described({"nodes": [{"name": one, "sockets": SOCKET} for one in names]}).as_nodes()
+    seats = assign(Layout((("cpu",),) * 3), nodes)
+    assert [seat.node_name for seat in seats] == names
+    with pytest.raises(LayoutError, match=r"There are: first: 0 GPUs, 1 socket; b: 0 GPUs, 1 soc"):
+        assign(Layout((("gpu",),)), nodes)
 
 
 def test_nodes_in_the_form_that_seats_are_assigned_on() -> None:
