@@ -206,12 +206,15 @@ def own_length(config: Mapping[str, Any]) -> int | None:
     if not lengths:
         return None
     shortest = min(lengths)
+    original = "original_max_position_embeddings"
     rope = text.section("rope_parameters") or text.section("rope_scaling") or Config({}, "rope")
     kind = rope.values.get("rope_type", rope.values.get("type"))
+    if kind in ("longrope", "su"):
+        # Longer sequences are computed otherwise, shorter ones then worse: vLLM takes them only
+        # where it is told to.
+        return text.number(original, most=MOST_LENGTH) if text.has(original) else shortest
     # Those that have their own frequencies leave the length as it is.
-    is_scaled = kind in (None, "default", "su", "longrope", "llama3", "mrope") or "yarn" in str(
-        kind
-    )
+    is_scaled = kind in (None, "default", "llama3", "mrope") or "yarn" in str(kind)
     return shortest if is_scaled else int(shortest * rope.factor("factor"))
 
 

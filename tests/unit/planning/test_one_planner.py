@@ -235,10 +235,43 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.Monke
                            "original_max_position_embeddings": 32768}}, 32768),
         ({"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0}}}, 131072),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2}}, 4096),
+        ({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+          "rope_scaling": {"type": "longrope"}}, 4096),
+        ({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+          "rope_scaling": {"type": "su"}}, 4096),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"type": "longrope"}}, 131072),
+        ({"max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+          "rope_scaling": None}, 4096),
     ],
 )  # fmt: skip
 def test_the_models_own_length(config: dict[str, Any], length: int | None) -> None:
     assert own_length(config) == length
+
+
+FACTORS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rope_scaling": {"type": "longrope", **FACTORS}},
+        {"rope_scaling": {"type": "su", "original_max_position_embeddings": 4096, **FACTORS}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}},
+        {"max_position_embeddings": 4096, "rope_scaling": None},
+    ],
+)
+def test_the_length_of_phi_3_is_vllms(more: dict[str, Any], tmp_path: Path) -> None:
+    from vllm.config import ModelConfig
+
+    config = {
+        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
+        "intermediate_size": 256, "vocab_size": 512, "dtype": "bfloat16", "pad_token_id": 0,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, **more,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig(str(tmp_path), skip_tokenizer_init=True)
+    assert own_length(config) == model.max_model_len == 4096
 
 
 def test_the_models_own_dtype() -> None:
