@@ -53,9 +53,10 @@ FUSED_READING = 0.87
 """Share of the probe's bandwidth at which these layers read; median of decode steps of half an 8B
 shape in three formats, beside an H100 or H200 (benchmarks/results/gpu-host, 22 to 27 November,
 steps without columns on the GPU).  By marks in the kernels it is 0.76 to 0.86."""
-EXPERT_LAYER = Latency(0.1e-3, 0.0)
-"""Latency of an expert rank: what a call for a layer's experts takes beside its reads, from 128
-experts of 2048 x 768, eight of them for one token, on 14 cores (docs/gpu-host/2026-11-23.md)."""
+EXPERT_LAYER = Latency(0.03e-3, 0.0)
+"""Latency of an expert rank: time of a call for a layer's experts beside its reads.  An expert of
+2048 x 64 took 31 µs for one token on 22 cores, of which reading it takes four
+(docs/gpu-host/2026-11-26-h200.md)."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ray_hetero.planning.layer_plan import plan_layers
 from ray_hetero.planning.planned_layers import LayerPlan
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
+PUBLISHED = Path(__file__).parents[3] / "configs/models"
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 STORED: dict[str, dict[str, Any]] = {
     "": {},
@@ -115,3 +116,20 @@ def test_experts_in_mxfp4_on_16_cores_are_predicted(run: int, users: int) -> Non
     )  # fmt: skip
     assert found.split is not None
     assert float(measured) == pytest.approx(1e3 * found.split.step_s, rel=CLOSE)
+
+
+@pytest.mark.parametrize("users", [1, 8])
+def test_experts_in_bf16_on_24_cores_are_predicted(users: int) -> None:
+    raw = json.loads((RESULTS / "gpu-host/2026-11-26-h200-experts16.json").read_text())
+    run = raw["contenders"]["ray_hetero experts"]
+    point = next(p for p in run["points"] if (p["batch"], p["prompt"]) == (users, 128))
+    read = statistics.median(one["socket"] for one in run["bandwidths"])
+    config = json.loads((PUBLISHED / "qwen3-30b-a3b.json").read_text())
+    gpus = {"part": "H200", "read_gb_s": 4230, "host_link_gb_s": 55.4}
+    nodes = node(cores=24, gpus=gpus, memory_gib=126, read_gb_s=1, bf16_tflop_s=8)
+    found = planned(
+        config | {"num_hidden_layers": 16}, nodes, read, users, 144,
+        layout=[["gpu"]], experts={"ranks": 1, "layers": 8},
+    )  # fmt: skip
+    assert found.split is not None
+    assert point["decode_ms"] == pytest.approx(1e3 * found.split.step_s, rel=CLOSE)
