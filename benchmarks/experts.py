@@ -57,6 +57,7 @@ from placement.host.cpulist import parse_cpulist
 from placement.host.native import read_bandwidth
 from ray_hetero import _streaming_linear as native
 from ray_hetero.kernels.experts.activations import Order
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired
 from ray_hetero.kernels.formats import FORMATS
 from ray_hetero.kernels.formats.fp4 import Fp4Weight
@@ -81,8 +82,10 @@ def own_layer(shape: Shape, kind: str, level: Any) -> Layer:
     """This project's kernel."""
     gate_ups, downs = experts_of(shape)
     experts = RoutedExperts(
-        Repeated(gate_ups, shape.experts),  # type: ignore[arg-type]
-        Repeated(downs, shape.experts),  # type: ignore[arg-type]
+        ExpertMatrices(
+            Repeated(gate_ups, shape.experts),  # type: ignore[arg-type]
+            Repeated(downs, shape.experts),  # type: ignore[arg-type]
+        ),
         native=native, level=level, kind=FORMATS[kind],
     )  # fmt: skip
     return Layer(experts, experts.nbytes / shape.experts)

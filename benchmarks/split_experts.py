@@ -27,6 +27,7 @@ from ray_hetero.distributed.expert_memory import Geometry, RemoteLayer
 from ray_hetero.distributed.expert_offers import Offer
 from ray_hetero.distributed.expert_prompts import ExpertLink
 from ray_hetero.distributed.expert_service import ExpertService, HeldLayer
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.expert_rates import random_tokens
 from ray_hetero.kernels.experts.expert_room import SharedRoom
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
@@ -42,8 +43,10 @@ def made_layer(shape: Shape, kind: str) -> RoutedExperts:
     """A layer in memory that other processes can map."""
     gate_ups, downs = experts_of(shape)
     return RoutedExperts(
-        Repeated(gate_ups, shape.experts),  # type: ignore[arg-type]
-        Repeated(downs, shape.experts),  # type: ignore[arg-type]
+        ExpertMatrices(
+            Repeated(gate_ups, shape.experts),  # type: ignore[arg-type]
+            Repeated(downs, shape.experts),  # type: ignore[arg-type]
+        ),
         native=native, level=native.levels()[-1], kind=FORMATS[kind], room=SharedRoom,
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ from ray_hetero.config import HeteroConfig  # noqa: E402
 from ray_hetero.errors import RayHeteroError  # noqa: E402
 from ray_hetero.names import BACKEND  # noqa: E402
 from ray_hetero.planning.activation_dtype import dtype_of_config  # noqa: E402
-from ray_hetero.planning.engine_facts import facts_of_checkpoint  # noqa: E402
+from ray_hetero.planning.engine_facts import EngineOptions, facts_of_checkpoint  # noqa: E402
 from ray_hetero.planning.model_plan import ModelPlan, plan_model  # noqa: E402
 from ray_hetero.planning.plan_request import PlanRequest  # noqa: E402
 from ray_hetero.planning.quantise_first import FP8_IN_BLOCKS, INTEGERS_OF_4_BITS  # noqa: E402
@@ -162,8 +162,8 @@ def planned(name: str, machine: str) -> ModelPlan | str:
     """Plan of `ray-hetero plan`; reason as text, where the model cannot be served."""
     config, there = config_of(RECIPES[name]), machine_of(machine)
     facts = facts_of_checkpoint(
-        config, shape_of(name), there.nodes, dtype=dtype_of_config(config),
-        max_model_len=context_of(name, machine),
+        config, shape_of(name), there.nodes,
+        EngineOptions(dtype_of_config(config), context_of(name, machine)),
     )  # fmt: skip
     try:
         checkpoint = CheckpointOnCpus.of_config(config, "auto")

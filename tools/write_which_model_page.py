@@ -20,7 +20,7 @@ from placement.model.reading import shape_from_config
 from placement.plan.described import read_described
 from placement.units import GIB
 from ray_hetero.config import HeteroConfig
-from ray_hetero.planning.engine_facts import facts_of_checkpoint
+from ray_hetero.planning.engine_facts import EngineOptions, facts_of_checkpoint
 from ray_hetero.planning.machine import Machine, described_machine
 from ray_hetero.planning.model_plan import ModelPlan, plan_model
 from ray_hetero.planning.plan_request import PlanRequest
@@ -78,7 +78,7 @@ def planned(model: str, form: str, machine: str) -> ModelPlan | None:
     """Plan of `ray-hetero plan`; None where the model does not fit."""
     config, there = config_of(model, form), machine_of(machine)
     facts = facts_of_checkpoint(
-        config, shape_from_config(config), there.nodes, max_model_len=LENGTH
+        config, shape_from_config(config), there.nodes, EngineOptions(max_model_len=LENGTH)
     )
     try:
         return plan_model(model, PlanRequest(HeteroConfig(), there, facts))

@@ -1,6 +1,7 @@
 """Layers of each stage: the split that fits and makes the step shortest.
 
-    split = choose_split(shape, stages, batch=1, context=4096, max_sequences=4)
+    work = Workload(batch=1, context=4096, max_sequences=4, max_model_len=4096)
+    split = choose_split(shape, stages, work)
     split.order, split.layers, split.step_s, [rank.kv_bytes for rank in split.ranks]
 
 Exact for any number of layers: sums over stages are cut by dynamic programming, and every order
@@ -10,7 +11,7 @@ of up to four stages is tried.  The same question always has the same answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from placement.errors import DoesNotFitError, LayoutError
 from placement.model.shape import NO_PIPELINES, ModelShape
@@ -35,6 +36,7 @@ __all__ = [
     "Order",
     "RankPlan",
     "Split",
+    "SplitOptions",
     "StagePlan",
     "choose_split",
     "price_drafts",
@@ -42,19 +44,27 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class SplitOptions:
+    """Choices of the user that a split keeps to."""
+
+    objective: Objective = "latency"
+    """Shortest step of one batch, or shortest slowest stage (stages overlap)."""
+    order: Order = "auto"
+    """Whether stages may be reordered (auto), or are taken as given (fixed)."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage as given, in the order of the stages; None leaves them to be chosen."""
+
+
+DEFAULTS = SplitOptions()
+
+
 def choose_split(
     shape: ModelShape,
     stages: Sequence[StageDevices],
+    work: Workload,
+    options: SplitOptions = DEFAULTS,
     *,
-    batch: int,
-    context: int,
-    max_sequences: int,
-    objective: Objective = "latency",
-    layers: Sequence[int] | None = None,
-    order: Order = "auto",
-    max_model_len: int | None = None,
-    max_batched_tokens: int = 2048,
-    max_num_seqs: int = 0,
     links: Links | None = None,
     explained: bool = True,
     drafter: Drafter | None = None,
@@ -64,38 +74,29 @@ def choose_split(
     Args:
         shape: the model.
         stages: devices of each stage.
-        batch: sequences in the decode step that is priced.
-        context: tokens that each of them has.
-        max_sequences: sequences of `max_model_len` tokens that the KV cache must hold.
-        objective: shortest step of one batch, or shortest slowest stage (stages overlap).
-        layers: the user's layers per stage, in the order of `stages`; wins over the choice.
-        order: auto may reorder the stages, fixed takes them as given.
-        max_model_len: longest sequence; None is `context`.
-        max_batched_tokens: prompt tokens in one step.
-        max_num_seqs: most sequences in one step, whose tokens are sampled at once.
+        work: the decode step that is priced, and what the KV cache must hold.
+        options: what is not to be chosen.
         links: the ways between ranks.
         explained: whether the error says by how much it does not fit, which takes longer than the
             choice itself.
         drafter: of speculative decoding; decode steps are then those that verify its drafts.
 
     Raises:
-        LayoutError: `layers` does not match the stages or the model, or there are too many stages.
+        LayoutError: the layers given do not match the stages or the model, or there are too many
+            stages.
         DoesNotFitError: no split fits; says by how much and what would fit.
 
     """
-    work = Workload(
-        batch, context, max_sequences, max_model_len or context, max_batched_tokens,
-        max_num_seqs=max_num_seqs,
-    )  # fmt: skip
     _check_counts(shape, stages, work)
-    planner = Planner(shape, tuple(stages), work, objective, links or Links(), drafter)
-    if layers is not None:
-        return _given(planner, _checked_layers(shape, stages, layers), explained=explained)
+    planner = Planner(shape, tuple(stages), work, options.objective, links or Links(), drafter)
+    if options.layers is not None:
+        layers = _checked_layers(shape, stages, options.layers)
+        return _given(planner, layers, explained=explained)
     refuse_barred(shape, len(stages))
-    split = planner.best(order)
+    split = planner.best(options.order)
     if split is None:
-        raise DoesNotFitError(explain(planner, order) if explained else brief(planner))
-    return replace(split, gpu_only=_gpu_only(planner, split, order))
+        raise DoesNotFitError(explain(planner, options.order) if explained else brief(planner))
+    return replace(split, gpu_only=_gpu_only(planner, split, options.order))
 
 
 def refuse_barred(shape: ModelShape, stages: int) -> None:

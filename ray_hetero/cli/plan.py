@@ -32,6 +32,7 @@ from ray_hetero.planning.activation_dtype import dtype_of_config
 from ray_hetero.planning.drafters import drafter_of
 from ray_hetero.planning.engine_facts import (
     DEFAULT_GPU_SHARE,
+    EngineOptions,
     facts_of_checkpoint,
 )
 from ray_hetero.planning.hub_config import hub_config
@@ -99,12 +100,13 @@ def _planned(options: PlanOptions, config: HeteroConfig) -> ModelPlan:
             content,
             shape,
             machine.nodes,
-            dtype=computed,
-            max_model_len=_longest(options.max_model_len),
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=config.experts.prefill_step_tokens
-            or options.max_num_batched_tokens,
-            gpu_memory_utilization=options.gpu_memory_utilization,
+            EngineOptions(
+                computed,
+                _longest(options.max_model_len),
+                options.max_num_seqs,
+                config.experts.prefill_step_tokens or options.max_num_batched_tokens,
+                options.gpu_memory_utilization,
+            ),
             drafter=drafter,
         )
         context = config.workload.context

@@ -98,16 +98,26 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     )
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of vLLM's that decide its limits; None is vLLM's own choice for a server."""
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = DEFAULT_GPU_SHARE
+
+
+DEFAULTS = EngineOptions()
+
+
 def facts_of_checkpoint(
     config: Mapping[str, Any],
     shape: ModelShape,
     nodes: Sequence[Node],
+    options: EngineOptions = DEFAULTS,
     *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    gpu_memory_utilization: float = DEFAULT_GPU_SHARE,
     drafter: Drafter | None = None,
 ) -> EngineFacts:
     """The same without vLLM, from a checkpoint's config.json and what was asked for.
@@ -116,11 +126,7 @@ def facts_of_checkpoint(
         config: content of config.json.
         shape: sizes of the model.
         nodes: the cluster; vLLM's defaults depend on the driver's devices.
-        dtype: vLLM's --dtype.
-        max_model_len: None is the model's own.
-        max_num_seqs: vLLM's --max-num-seqs; None is its default for a server.
-        max_num_batched_tokens: vLLM's --max-num-batched-tokens; None is its default for a server.
-        gpu_memory_utilization: vLLM's --gpu-memory-utilization.
+        options: of vLLM.
         drafter: of speculative decoding.
 
     """
@@ -128,11 +134,11 @@ def facts_of_checkpoint(
         shape=shape,
         why_no_shape="",
         hidden_layers=len(shape.layers),
-        max_model_len=max_model_len or own_length(config) or DEFAULT_LENGTH,
-        gpu_memory_utilization=gpu_memory_utilization,
-        is_bf16=dtype_of_config(config, dtype) == BFLOAT16,
+        max_model_len=options.max_model_len or own_length(config) or DEFAULT_LENGTH,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        is_bf16=dtype_of_config(config, options.dtype) == BFLOAT16,
         drafter=drafter,
-        **server_defaults(nodes).limits(max_num_seqs, max_num_batched_tokens),
+        **server_defaults(nodes).limits(options.max_num_seqs, options.max_num_batched_tokens),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from placement.errors import DoesNotFitError
 from placement.model.shape import ModelShape
 from placement.plan.devices import StageDevices
-from placement.plan.split import Split, choose_split
+from placement.plan.split import Order, Split, SplitOptions, choose_split
+from placement.plan.workload import Workload
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError
 from ray_hetero.planning.engine_facts import EngineFacts
@@ -136,19 +137,21 @@ class SplitSearch:
 
     def _choose(self, asked: Asked, layers: tuple[int, ...] | None, *, explained: bool) -> Split:
         config, facts = self.request.config, self.request.facts
+        work = Workload(
+            asked.batch,
+            asked.context,
+            asked.sequences,
+            facts.max_model_len,
+            facts.max_num_batched_tokens,
+            max_num_seqs=facts.max_num_seqs,
+        )
+        # A user who wrote the layout wants its order.
+        order: Order = "auto" if config.layout == "auto" else "fixed"
         return choose_split(
             self.shape,
             self.stages,
-            batch=asked.batch,
-            context=asked.context,
-            max_sequences=asked.sequences,
-            objective=config.objective,
-            layers=layers,
-            # A user who wrote the layout wants its order.
-            order="auto" if config.layout == "auto" else "fixed",
-            max_model_len=facts.max_model_len,
-            max_batched_tokens=facts.max_num_batched_tokens,
-            max_num_seqs=facts.max_num_seqs,
+            work,
+            SplitOptions(config.objective, order, layers),
             links=self.request.machine.links,
             explained=explained,
             drafter=facts.drafter,

@@ -29,6 +29,7 @@ from ray_hetero.distributed.expert_service import HeldLayer
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.experts.activations import FIXED, Activation
 from ray_hetero.kernels.experts.arranged_experts import arranged
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.expert_room import Room, room_to_share
 from ray_hetero.kernels.experts.file_experts import FileReader
 from ray_hetero.kernels.experts.load_progress import LoadProgress
@@ -315,12 +316,12 @@ class _Maker:
         if self._tensors.names.has_all_in_one:
             biases = self._rounded_biases(tensors)
             if not scheme:
-                w13, w2 = self._plain_together(tensors)
-                return RoutedExperts(w13, w2, *biases, kind=self._kind, room=self._room, **about)
+                matrices = ExpertMatrices(*self._plain_together(tensors), *biases)
+                return RoutedExperts(matrices, kind=self._kind, room=self._room, **about)
             return self._quantised(self._micro_floats(tensors), biases, about)
         if not scheme:
-            w13, w2 = self._stacked(tensors, "weight", torch.bfloat16)
-            return RoutedExperts(w13, w2, kind=self._kind, room=self._room, **about)
+            matrices = ExpertMatrices(*self._stacked(tensors, "weight", torch.bfloat16))
+            return RoutedExperts(matrices, kind=self._kind, room=self._room, **about)
         weight, scale = SUFFIXES[scheme]
         w13, w2 = self._stacked(tensors, weight)
         w13_scale, w2_scale = self._stacked(tensors, scale)

@@ -12,6 +12,7 @@ from native_module import LEVELS, native
 
 from ray_hetero.compat.models.quantised_experts import StoredExperts
 from ray_hetero.kernels.experts.activations import SILU, SWIGLU_OAI, SWIGLU_STEP, Activation, Order
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.expert_room import SharedRoom
 from ray_hetero.kernels.experts.quantised_experts import KINDS, codes_of, held
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts
@@ -99,7 +100,8 @@ class Layer:
             "room": SharedRoom,
         }  # fmt: skip
         if given is None:
-            return RoutedExperts(w13, w2, w13_bias, w2_bias, kind=FORMATS[kind], **common)
+            matrices = ExpertMatrices(w13, w2, w13_bias, w2_bias)
+            return RoutedExperts(matrices, kind=FORMATS[kind], **common)
         weights = held(given, native, self._order)
         return RoutedExperts.of_weights(weights, EXPERTS, w13_bias, w2_bias, **common)
 

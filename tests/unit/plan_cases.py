@@ -12,6 +12,8 @@ from placement.plan.described import DescribedCluster
 from placement.plan.devices import Links, RankDevice, StageDevices
 from placement.plan.parts import known_part
 from placement.plan.plan import Plan
+from placement.plan.split import Split, SplitOptions, choose_split
+from placement.plan.workload import Workload
 from ray_hetero.config import HeteroConfig
 from ray_hetero.planning import model_plan
 from ray_hetero.planning.engine_facts import EngineFacts
@@ -48,6 +50,25 @@ MIXTRAL_8X22B = shape_from_config(
         "mixtral", 56, 6144, 16384, (48, 8), 32768, num_local_experts=8, num_experts_per_tok=2
     )
 )
+
+
+def split_of(
+    shape: ModelShape,
+    stages: Sequence[StageDevices],
+    *,
+    batch: int,
+    context: int,
+    max_sequences: int,
+    max_model_len: int | None = None,
+    **more: Any,
+) -> Split:
+    """The split for work and options given by name; the longest sequence is the context's."""
+    work = {name: more.pop(name) for name in ("max_batched_tokens", "max_num_seqs") if name in more}
+    options = {name: more.pop(name) for name in ("objective", "order", "layers") if name in more}
+    longest = context if max_model_len is None else max_model_len
+    asked = Workload(batch, context, max_sequences, longest, **work)
+    return choose_split(shape, stages, asked, SplitOptions(**options), **more)
+
 
 GPU_BANDWIDTH = 0.85 * 3350e9
 CPU_BANDWIDTH = 0.75 * 307.2e9

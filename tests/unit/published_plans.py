@@ -22,7 +22,7 @@ from placement.words import duration
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import RayHeteroError
 from ray_hetero.planning.activation_dtype import dtype_of_config
-from ray_hetero.planning.engine_facts import facts_of_checkpoint
+from ray_hetero.planning.engine_facts import EngineOptions, facts_of_checkpoint
 from ray_hetero.planning.layout_choice import choose_layout
 from ray_hetero.planning.machine import Machine, described_machine
 from ray_hetero.planning.plan_request import PlanRequest
@@ -81,7 +81,8 @@ def line_of(path: Path, name: str) -> str:
     try:
         shape = shape_of(path)
         assert shape is not None
-        facts = facts_of_checkpoint(config, shape, there.nodes, dtype=dtype, max_model_len=LONGEST)
+        options = EngineOptions(dtype, max_model_len=LONGEST)
+        facts = facts_of_checkpoint(config, shape, there.nodes, options)
         checkpoint = CheckpointOnCpus.of_config(config, "auto")
         choice = choose_layout(PlanRequest(HeteroConfig(), there, facts, checkpoint=checkpoint))
     except (PlacementError, RayHeteroError) as error:

@@ -1,4 +1,4 @@
-"""Order of the rooms, places of unit tests, length of functions, and who writes the environment."""
+"""Order of the rooms, places of unit tests, size of functions, and who writes the environment."""
 
 from __future__ import annotations
 
@@ -171,6 +171,38 @@ def test_no_function_is_long() -> None:
     }
     assert not long, f"more than {MOST_FUNCTION_LINES} lines; split them by what they do"
     assert {name for name in LONG_FUNCTIONS if lines.get(name, 0) <= MOST_FUNCTION_LINES} == set()
+
+
+MOST_PARAMETERS = 8
+FOREIGN_SIGNATURES = {
+    "ray_hetero.cli.demo_model.demo_model": "options of a command",
+    "ray_hetero.compat.models.cpu_experts.apply_or_leave": "FusedMoEExperts.apply",
+    "ray_hetero.compat.models.gated_delta.forward_few": "gdn_attention._spec_forward",
+    "ray_hetero.compat.models.mamba2.selective_state_update": "the function of that name",
+    "ray_hetero.compat.models.quantised_experts.kept": "convert_to_nvfp4_moe_kernel_format",
+    "ray_hetero.compat.models.torch_operators.attend": "_custom_ops.cpu_attention_with_kv_cache",
+    "ray_hetero.compat.models.torch_operators.get_scheduler_metadata": "the operator of that name",
+    "ray_hetero.compat.models.torch_operators.reshape_and_cache": "the operator of that name",
+}
+"""Functions that others call, and whose signature they have: vLLM's, or a command line's."""
+
+
+def test_no_function_has_many_parameters() -> None:
+    counts = {
+        f"{module}.{node.name}": len(given) - (given[:1] in (["self"], ["cls"]))
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        # Triton's language has numbers and pointers only.
+        and "triton.jit" not in map(ast.unparse, node.decorator_list)
+        for inputs in [node.args]
+        for given in [[one.arg for one in (*inputs.posonlyargs, *inputs.args, *inputs.kwonlyargs)]]
+    }
+    assert len(counts) > 1500
+    many = {name for name, count in counts.items() if count > MOST_PARAMETERS}
+    assert many == set(FOREIGN_SIGNATURES), (
+        f"more than {MOST_PARAMETERS} parameters; give a value that means something"
+    )
 
 
 WRITERS = {

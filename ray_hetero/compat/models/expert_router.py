@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray_hetero.compat.patching import replace
 
@@ -13,6 +13,21 @@ if TYPE_CHECKING:
 
 Route = Callable[..., Any]
 """Function with the arguments and the result of `kernels.experts.routing.route`."""
+
+
+class RoutingRule(NamedTuple):
+    """Rule by which a layer chooses experts."""
+
+    chosen: int
+    """Experts of a token."""
+    scoring: str = "softmax"
+    """Name of the function of logits."""
+    is_renormalised: bool = True
+    """Whether a token's weights are divided by their sum."""
+    scale: float = 1.0
+    """Factor of all weights."""
+    groups: tuple[int, int] | None = None
+    """Groups of neighbouring experts, and of how many of them a token's experts come."""
 
 
 def use_routing(route: Route) -> None:
@@ -49,15 +64,13 @@ def use_routing(route: Route) -> None:
             groups = (self.num_expert_group, self.topk_group) if self.use_grouped_topk else None
             bias, table = self.e_score_correction_bias, self._hash_indices_table
             has_factor = groups is not None or bias is not None or table is not None
+            scale = self.routed_scaling_factor if has_factor else 1.0
+            rule = RoutingRule(self.top_k, self.scoring_func, self.renormalize, scale, groups)
             return route(
                 router_logits,
                 input_ids,
-                chosen=self.top_k,
-                scoring=self.scoring_func,
-                is_renormalised=self.renormalize,
-                scale=self.routed_scaling_factor if has_factor else 1.0,
+                rule,
                 bias=bias,
-                groups=groups,
                 table=table,
             )
 
@@ -74,8 +87,8 @@ def use_routing(route: Route) -> None:
             indices_type: torch.dtype | None = None,
         ) -> Any:
             return route(
-                gating_output, None, chosen=topk, scoring=scoring_func,
-                is_renormalised=renormalize, bias=e_score_correction_bias,
+                gating_output, None, RoutingRule(topk, scoring_func, renormalize),
+                bias=e_score_correction_bias,
             )  # fmt: skip
 
         return fused_topk_bias

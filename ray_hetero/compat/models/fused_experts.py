@@ -5,27 +5,49 @@ from __future__ import annotations
 import functools
 import math
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from ray_hetero.compat.patching import original, replace
 
 
+class ActivationFigures(Protocol):
+    """An activation of experts with its figures."""
+
+    @property
+    def value(self) -> str:
+        """The value of vLLM's `MoEActivation`."""
+
+    @property
+    def alpha(self) -> float:
+        """Factor of the gate in its sigmoid."""
+
+    @property
+    def beta(self) -> float:
+        """Summand of up."""
+
+    @property
+    def limit(self) -> float:
+        """Limit of the gate; infinite for none."""
+
+    @property
+    def up_limit(self) -> float:
+        """Limit of up; infinite for none."""
+
+
+Matrices = tuple[Any, Any, Any, Any]
+"""Gates and ups [E, 2 · inner, hidden] as the activation wants them, downs [E, hidden, inner], and
+the biases of both [E, outputs], or None; in bf16."""
+
+
 def fused_experts(
     x: Any,
-    w13: Any,
-    w2: Any,
+    matrices: Matrices,
     weights: Any,
     ids: Any,
     *,
-    activation: str,
-    alpha: float,
-    beta: float,
-    limit: float,
-    up_limit: float,
+    activation: ActivationFigures,
     count: int,
     places: Any = None,
-    w13_bias: Any = None,
-    w2_bias: Any = None,
 ) -> Any:
     """Sums [M, hidden] over the experts of each token, of those that are here.
 
@@ -37,32 +59,27 @@ def fused_experts(
 
     Args:
         x: [M, hidden], bf16, contiguous.
-        w13: [E, 2 · inner, hidden], bf16, gate and up as the activation wants them.
-        w2: [E, hidden, inner], bf16.
+        matrices: of the experts that are here.
         weights: [M, chosen], float32.
         ids: [M, chosen], none of them negative.
-        activation: the value of vLLM's `MoEActivation`.
-        alpha: factor of the gate in its sigmoid.
-        beta: what is added to up.
-        limit: of the gate; infinite for none.
-        up_limit: of up.
+        activation: what becomes of gate and up.
         count: experts of the layer.
         places: [count], int32: which of E each one is, -1 for one that is not here; None where E
             is all of them.
-        w13_bias: [E, 2 · inner], bf16, or None.
-        w2_bias: [E, hidden], bf16, or None.
 
     """
+    w13, w2, w13_bias, w2_bias = matrices
+    limit, up_limit = activation.limit, activation.up_limit
     kernel, as_activation, as_config, as_figures = _kernel()
     config = None if w13_bias is None else as_config(w13_bias, w2_bias)
     _figures.set(as_figures(
-        clamp_limit=None if math.isinf(limit) else limit, alpha=alpha, beta=beta,
-        activation_situ_beta=limit,
+        clamp_limit=None if math.isinf(limit) else limit, alpha=activation.alpha,
+        beta=activation.beta, activation_situ_beta=limit,
         activation_situ_linear_beta=None if math.isinf(up_limit) else up_limit,
     ))  # fmt: skip
     try:
         return kernel(
-            x, w13, w2, weights, ids, activation=as_activation(activation),
+            x, w13, w2, weights, ids, activation=as_activation(activation.value),
             global_num_experts=count, expert_map=places, quant_config=config,
         )  # fmt: skip
     finally:

@@ -16,6 +16,7 @@ from ray_hetero.errors import UnsupportedError
 from ray_hetero.kernels.custom_ops import register_op
 from ray_hetero.kernels.experts.activations import FIXED, ROWS, Activation
 from ray_hetero.kernels.experts.arranged_experts import arranged
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room
 from ray_hetero.kernels.experts.experts_one_by_one import PlainExperts
 from ray_hetero.kernels.experts.load_progress import LoadProgress
@@ -95,10 +96,12 @@ class ExpertLayers:
             _layers.append(PlainExperts(layer, activation))
             return len(_layers) - 1
         experts = RoutedExperts(
-            layer.w13_weight.data,
-            layer.w2_weight.data,
-            getattr(layer, "w13_bias", None),
-            getattr(layer, "w2_bias", None),
+            ExpertMatrices(
+                layer.w13_weight.data,
+                layer.w2_weight.data,
+                getattr(layer, "w13_bias", None),
+                getattr(layer, "w2_bias", None),
+            ),
             native=self._kernel.native,
             level=self._kernel.level,
             kind=self._kind,

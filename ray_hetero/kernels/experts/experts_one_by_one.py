@@ -11,36 +11,32 @@ from typing import Any
 import torch
 
 from ray_hetero.kernels.experts.activations import Activation
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 
 
 def multiplied_one_by_one(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    matrices: ExpertMatrices,
     weights: torch.Tensor,
     ids: torch.Tensor,
     *,
     activation: Activation,
     count: int,
     places: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums [M, hidden] over the experts of each token, as `compat.fused_experts` gives them.
 
     Args:
         x: [M, hidden].
-        w13: [E, outputs, hidden], gate and up in the activation's order.
-        w2: [E, hidden, inner].
+        matrices: of the experts that are here.
         weights: [M, chosen], float32.
         ids: [M, chosen]; a negative one adds nothing.
         activation: what becomes of gate and up.
         count: experts of the layer.
         places: [count]: which of E each one is, -1 for one that is not here; None where E is all.
-        w13_bias: [E, outputs], or None.
-        w2_bias: [E, hidden], or None.
 
     """
+    w13, w2, w13_bias, w2_bias = matrices
     found = torch.zeros(x.shape)
     places = torch.arange(count) if places is None else places
     for expert, place in enumerate(places.tolist()):
@@ -67,9 +63,12 @@ class PlainExperts:
     """
 
     def __init__(self, layer: Any, activation: Activation) -> None:
-        self._w13, self._w2 = layer.w13_weight.data, layer.w2_weight.data
-        self._w13_bias = getattr(layer, "w13_bias", None)
-        self._w2_bias = getattr(layer, "w2_bias", None)
+        self._matrices = ExpertMatrices(
+            layer.w13_weight.data,
+            layer.w2_weight.data,
+            getattr(layer, "w13_bias", None),
+            getattr(layer, "w2_bias", None),
+        )
         self._activation = activation
 
     def __call__(
@@ -79,7 +78,7 @@ class PlainExperts:
         if weights is None:
             weights = torch.ones(ids.shape)
         found = multiplied_one_by_one(
-            x, self._w13, self._w2, weights.float(), ids, activation=self._activation,
-            count=len(self._w13), w13_bias=self._w13_bias, w2_bias=self._w2_bias,
+            x, self._matrices, weights.float(), ids, activation=self._activation,
+            count=len(self._matrices.w13),
         )  # fmt: skip
         return out.copy_(found)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from ray_hetero.kernels.experts.activations import SILU, Activation, Order
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room, in_lines
 from ray_hetero.kernels.formats import HostWeight, PackedWeight
 from ray_hetero.kernels.formats.base import pack
@@ -50,11 +51,7 @@ class RoutedExperts:
     """The experts of one layer.
 
     Args:
-        w13: [E, 2 · inner, hidden], bf16: gate and up of each expert, in the activation's order;
-            without a gate [E, inner, hidden].
-        w2: [E, hidden, inner], bf16: down of each.
-        w13_bias: [E, outputs of w13], or None.
-        w2_bias: [E, hidden], or None.
+        matrices: of all experts, in bf16.
         native: the module of the kernels.
         level: which of its instruction sets compute.
         kind: the format that weights are held in; packed where an expert's values do not suit.
@@ -68,10 +65,7 @@ class RoutedExperts:
 
     def __init__(
         self,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        w13_bias: torch.Tensor | None = None,
-        w2_bias: torch.Tensor | None = None,
+        matrices: ExpertMatrices,
         *,
         native: ModuleType,
         level: Any,
@@ -79,6 +73,7 @@ class RoutedExperts:
         activation: Activation = SILU,
         room: MakeRoom = Room,
     ) -> None:
+        w13, w2, w13_bias, w2_bias = matrices
         count, hidden, inner = w2.shape
         if hidden % MULTIPLE:
             raise ValueError(f"experts of hidden size {hidden}: expected a multiple of {MULTIPLE}")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from ray_hetero.compat.models.expert_router import RoutingRule
+
 SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
@@ -21,13 +23,9 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def route(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
+    rule: RoutingRule,
     *,
-    chosen: int,
-    scoring: str = "softmax",
-    is_renormalised: bool = True,
-    scale: float = 1.0,
     bias: torch.Tensor | None = None,
-    groups: tuple[int, int] | None = None,
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts; torch.compile traces this.
@@ -35,31 +33,27 @@ def route(
     Args:
         logits: [M, experts].
         ids: [M], the tokens' ids, where there is a table.
-        chosen: experts of a token.
-        scoring: a key of `SCORES`.
-        is_renormalised: whether a token's weights are divided by their sum.
-        scale: factor of all weights.
+        rule: of the layer.
         bias: [experts], added to scores where experts are chosen, and not in weights.
-        groups: how many groups of neighbouring experts there are, and of how many a token's come.
         table: [vocabulary, chosen]: experts of each token id, which scores do not choose then.
 
     Returns:
         Weights [M, chosen], float32, and experts [M, chosen], int32.
 
     """
-    scores = SCORES[scoring](logits.float())
+    scores = SCORES[rule.scoring](logits.float())
     if table is not None:
         assert ids is not None, "vLLM hands token ids to layers with a table"
         experts = table[ids].long()
     else:
         preferred = scores if bias is None else scores + bias.float()
-        if groups is not None:
-            preferred = _in_best_groups(preferred, *groups, has_bias=bias is not None)
-        experts = preferred.topk(chosen, dim=-1).indices
+        if rule.groups is not None:
+            preferred = _in_best_groups(preferred, *rule.groups, has_bias=bias is not None)
+        experts = preferred.topk(rule.chosen, dim=-1).indices
     weights = scores.gather(1, experts)
-    if is_renormalised:
+    if rule.is_renormalised:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights * scale if scale != 1.0 else weights, experts.int()
+    return weights * rule.scale if rule.scale != 1.0 else weights, experts.int()
 
 
 def _in_best_groups(scores: torch.Tensor, count: int, most: int, *, has_bias: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,8 +90,17 @@ def address_of(cache: torch.Tensor, number: int = 0) -> CacheAddress:
     return cache.data_ptr(), cache.stride(0), cache.stride(1), number
 
 
-NOTHING_SHARED = CpuBlocks(0)
-"""Blocks of a step whose cores compute everything."""
+class GpuShare(NamedTuple):
+    """Columns of MLPs that a GPU computes in a native call."""
+
+    columns: Any
+    """The native module's; None where the GPU computes none."""
+    kept: CpuBlocks
+    """Blocks that the cores compute then."""
+
+
+NOTHING_SHARED = GpuShare(None, CpuBlocks(0))
+"""Share of a step whose cores compute everything."""
 
 
 class NativeLayers:
@@ -121,8 +130,7 @@ class NativeLayers:
     def run(
         self, requests: Sequence[Any], caches: Sequence[CacheAddress], hidden: torch.Tensor,
         residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor,
-        slots: torch.Tensor | None = None, share: Any = None,
-        kept: CpuBlocks = NOTHING_SHARED,
+        slots: torch.Tensor | None = None, share: GpuShare = NOTHING_SHARED,
     ) -> None:  # fmt: skip
         """Compute a decode step.
 
@@ -134,8 +142,7 @@ class NativeLayers:
             y: for what is still to be added to the residual [M, N], contiguous.
             total: for the residual [M, N], contiguous.
             slots: of adapters, [M], if some token has one.
-            share: the native module's, of columns that a GPU computes; None where it computes none.
-            kept: blocks that the cores compute then.
+            share: computed by a GPU.
 
         """
         self._layers.run(
@@ -147,9 +154,9 @@ class NativeLayers:
             sum=total.data_ptr(),
             level=self._kernel.level,
             slots=0 if slots is None else slots.data_ptr(),
-            share=share,
-            kept=kept.columns,
-            kept_outputs=kept.outputs,
+            share=share.columns,
+            kept=share.kept.columns,
+            kept_outputs=share.kept.outputs,
         )
 
 

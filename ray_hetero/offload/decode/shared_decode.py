@@ -23,6 +23,7 @@ import torch
 from ray_hetero.kernels import step_trace
 from ray_hetero.kernels.layers import layer_tokens
 from ray_hetero.kernels.layers.decode_step import (
+    GpuShare,
     NativeLayers,
     StepRequests,
     address_of,
@@ -176,7 +177,7 @@ class SharedDecode:
         kept, share = self._kept(parts), self._columns.native
         waited_s = share.waited_s
         with meeting(self._kernel.sums), self._columns.of_step(len(hidden), kept):
-            self._layers.run(*step, share=share, kept=kept)
+            self._layers.run(*step, share=GpuShare(share, kept))
         layer_tokens.count_columns_wait(share.waited_s - waited_s)
         return y, total
 

@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import torch
 
 from placement.units import GIB
-from ray_hetero.compat.models.fused_experts import kernel_tokens
+from ray_hetero.compat.models.fused_experts import fused_experts, kernel_tokens
 from ray_hetero.errors import AgreementError, UnsupportedError
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.experts_one_by_one import multiplied_one_by_one
 from ray_hetero.offload.experts.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
 from ray_hetero.offload.experts.expert_pieces import ExpertReader, Piece
-from ray_hetero.offload.experts.gpu_experts import Multiply, by_vllm, without_none
+from ray_hetero.offload.experts.gpu_experts import Multiply, without_none
 from ray_hetero.offload.experts.linked_experts import LinkedSlice, check
 from ray_hetero.offload.experts.slot_switch import SLOT_TOKENS, Phase, SlotSums, SlotSwitch
 from ray_hetero.offload.experts.slot_tables import SlotTables
@@ -141,7 +142,7 @@ class ExpertSlots:
                 (memory(gate_up), memory(layer.hidden)) if has_bias else (None, None)
             )
         self._tables = SlotTables(device, self._module, self.counts)
-        self._multiply: Multiply = by_vllm if device.type == "cuda" else multiplied_one_by_one
+        self._multiply: Multiply = fused_experts if device.type == "cuda" else multiplied_one_by_one
 
     def holds(self, tokens: int, layer: int) -> bool:
         """Whether steps of so many tokens look for experts of a layer in slots."""
@@ -170,11 +171,10 @@ class ExpertSlots:
 
         """
         linked, (weights, ids) = self._layers[layer], without_none(weights, ids)
-        (w13, w2), (w13_bias, w2_bias) = self._weights[layer], self._biases[layer]
+        matrices = ExpertMatrices(*self._weights[layer], *self._biases[layer])
         return self._multiply(
-            x.contiguous(), w13, w2, weights, ids,
-            activation=linked.activation, count=linked.count,
-            places=self._tables.slots[layer], w13_bias=w13_bias, w2_bias=w2_bias,
+            x.contiguous(), matrices, weights, ids,
+            activation=linked.activation, count=linked.count, places=self._tables.slots[layer],
         )  # fmt: skip
 
     def begin_step(self, tokens: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from placement.units import GIB
 from ray_hetero.compat.models.fused_experts import fused_experts, kernel_tokens
 from ray_hetero.errors import UnsupportedError
-from ray_hetero.kernels.experts.activations import Activation
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices
 from ray_hetero.kernels.experts.experts_one_by_one import multiplied_one_by_one
 from ray_hetero.offload.experts.expert_expansion import ExpertExpansion, LinkedLayer, sizes_of
 from ray_hetero.offload.experts.expert_pieces import WHOLE, ExpertPieces, ExpertReader, Part, Piece
@@ -129,7 +129,7 @@ class GpuExperts:
         self._used = torch.zeros(count, dtype=torch.uint8, device=device)
         self._used_here = torch.zeros(count, dtype=torch.uint8, pin_memory=is_gpu)
         self._looked = module.Event()
-        self._multiply: Multiply = by_vllm if is_gpu else multiplied_one_by_one
+        self._multiply: Multiply = fused_experts if is_gpu else multiplied_one_by_one
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
@@ -224,14 +224,13 @@ class GpuExperts:
         is_one = len(pieces) == 1 and others is None
         total = found if is_one else torch.zeros(x.shape, device=x.device)
         for piece in pieces:
-            w13, w2 = self._read(linked, piece)
-            w13_bias, w2_bias = self._expansion.biases_of(linked, piece.runs)
+            read = self._read(linked, piece)
+            matrices = ExpertMatrices(*read, *self._expansion.biases_of(linked, piece.runs))
             for begin in range(0, len(x), self._chunk):
                 rows = slice(begin, begin + self._chunk)
                 part = self._multiply(
-                    x[rows], w13, w2, weights[rows], ids[rows],
-                    activation=linked.activation, count=linked.count,
-                    places=piece.places, w13_bias=w13_bias, w2_bias=w2_bias,
+                    x[rows], matrices, weights[rows], ids[rows],
+                    activation=linked.activation, count=linked.count, places=piece.places,
                 )  # fmt: skip
                 if is_one:
                     found[rows] = part
@@ -284,12 +283,3 @@ def without_none(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor
     """
     is_none = ids < 0
     return weights.float().masked_fill(is_none, 0), ids.masked_fill(is_none, 0)
-
-
-def by_vllm(*tensors: torch.Tensor, activation: Activation, **how: Any) -> torch.Tensor:
-    """Multiply with vLLM's kernel, see `Multiply`."""
-    found: torch.Tensor = fused_experts(
-        *tensors, activation=activation.value, alpha=activation.alpha, beta=activation.beta,
-        limit=activation.limit, up_limit=activation.up_limit, **how,
-    )  # fmt: skip
-    return found

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import (  # noqa
 )
 
 from ray_hetero.compat.models import expert_router  # noqa: E402
+from ray_hetero.compat.models.expert_router import RoutingRule  # noqa: E402
 from ray_hetero.kernels.experts.routing import SCORES, route  # noqa: E402
 
 TOKENS, EXPERTS, CHOSEN = 40, 16, 4
@@ -166,7 +167,7 @@ def test_compiled_it_chooses_the_same() -> None:
     bias, logits = torch.randn(EXPERTS), torch.randn(TOKENS, EXPERTS)
 
     def choose(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits, None, chosen=CHOSEN, scoring="sigmoid", bias=bias, groups=(4, 2))
+        return route(logits, None, RoutingRule(CHOSEN, "sigmoid", groups=(4, 2)), bias=bias)
 
     compiled = torch.compile(choose, fullgraph=True, backend="eager")
     assert all(map(torch.equal, compiled(logits), choose(logits)))

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from native_module import TESTED, level_of, native  # noqa: E402
 
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices  # noqa: E402
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts  # noqa: E402
 from ray_hetero.kernels.formats import PackedWeight  # noqa: E402
 from ray_hetero.kernels.formats.base import pack  # noqa: E402
@@ -55,7 +56,7 @@ def experts(tokens: int, level: str) -> torch.Tensor:
     """SiLU(64) · 64 is 2^12, so that a sum is 2^-46, and 2^-128 with the weight of a token."""
     w13 = torch.full((2, 2 * INPUTS, OUTPUTS), 1.0).bfloat16()
     w2 = torch.full((2, OUTPUTS, INPUTS), SMALL).bfloat16()
-    layer = RoutedExperts(w13, w2, native=native, level=level_of(level))
+    layer = RoutedExperts(ExpertMatrices(w13, w2), native=native, level=level_of(level))
     x = torch.full((tokens, OUTPUTS), 1.0).bfloat16()
     ids = torch.zeros((tokens, 1), dtype=torch.int32)
     return layer(x, torch.full((tokens, 1), 2.0**-82), ids)

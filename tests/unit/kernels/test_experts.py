@@ -41,6 +41,7 @@ from ray_hetero.kernels.experts.expert_layers import (  # noqa: E402
     unsuited,
     unsuited_activation,
 )
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices  # noqa: E402
 from ray_hetero.kernels.experts.experts_one_by_one import PlainExperts  # noqa: E402
 from ray_hetero.kernels.experts.routed_experts import RoutedExperts, paired  # noqa: E402
 from ray_hetero.kernels.formats import FORMATS  # noqa: E402
@@ -96,8 +97,8 @@ class Given:
 
     def made(self, level: str, kind: str = "packed") -> RoutedExperts:
         return RoutedExperts(
-            self.w13, self.w2, self.w13_bias, self.w2_bias, native=native, level=level_of(level),
-            kind=FORMATS[kind], activation=self.activation,
+            ExpertMatrices(self.w13, self.w2, self.w13_bias, self.w2_bias),
+            native=native, level=level_of(level), kind=FORMATS[kind], activation=self.activation,
         )  # fmt: skip
 
     def expected(

@@ -20,6 +20,7 @@ from native_module import needs_native  # noqa: E402
 from ray_hetero.compat.models.quantised_experts import StoredExperts  # noqa: E402
 from ray_hetero.errors import UnsupportedError  # noqa: E402
 from ray_hetero.kernels.experts.activations import SILU, Order  # noqa: E402
+from ray_hetero.kernels.experts.expert_matrices import ExpertMatrices  # noqa: E402
 from ray_hetero.kernels.experts.expert_room import MakeRoom, Room, SharedRoom  # noqa: E402
 from ray_hetero.kernels.experts.file_experts import FileReader, FileWeight, Rows  # noqa: E402
 from ray_hetero.kernels.experts.quantised_experts import KINDS, held  # noqa: E402
@@ -171,7 +172,7 @@ def test_weights_in_bf16_are_packed_or_compact(file: File, kind: str, room: Make
     w13, w2 = w13.bfloat16(), w2.bfloat16()
     level = NATIVE.levels()[-1]
     expected = RoutedExperts(
-        w13, w2, native=NATIVE, level=level, kind=FORMATS[kind], activation=SILU
+        ExpertMatrices(w13, w2), native=NATIVE, level=level, kind=FORMATS[kind], activation=SILU
     )
     with reader(file) as threads:
         wait = threads.begin(plain(file, w13, w2), FORMATS[kind], Order.HALVES, room)
@@ -219,7 +220,8 @@ def test_columns_of_some_ranks(file: File) -> None:
         pairs.append((FileWeight(gate_up, HIDDEN), FileWeight((right,), INNER)))
     with reader(file) as threads:
         _, weights = threads.begin(pairs, PackedWeight, Order.HALVES, Room)()
-    half = RoutedExperts(w13, w2[:, :, INNER:], native=NATIVE, level=NATIVE.levels()[-1])
+    own = ExpertMatrices(w13, w2[:, :, INNER:])
+    half = RoutedExperts(own, native=NATIVE, level=NATIVE.levels()[-1])
     assert_same(weights, half.weights)
 
 

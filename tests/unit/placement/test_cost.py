@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_cases import LLAMA_8B, MIXTRAL_8X22B, device, stage
+from plan_cases import LLAMA_8B, MIXTRAL_8X22B, device, split_of, stage
 
 from placement.plan.cost import layer_step, output_step
 from placement.plan.devices import DeviceFigures, Links, StageDevices
 from placement.plan.memory import activation_bytes
 from placement.plan.passes import decode_pass
-from placement.plan.split import choose_split
 from placement.plan.step_time import PICO
 from placement.plan.workload import Workload
 
@@ -55,7 +54,7 @@ def test_a_steps_latency_comes_once_for_each_stage() -> None:
         with_figures("H100 SXM", step_latency_s=1.5e-3),
     ]
     splits = [
-        choose_split(
+        split_of(
             LLAMA_8B, stages, batch=1, context=512, max_sequences=1, layers=[8, 24], order="fixed"
         )
         for stages in (plain, slow)

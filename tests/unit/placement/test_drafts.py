@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_cases import LLAMA_8B, LLAMA_70B, config_of, device, llama, stage
+from plan_cases import LLAMA_8B, LLAMA_70B, config_of, device, llama, split_of, stage
 from typer.testing import CliRunner
 
 from placement.plan.drafts import Acceptance, Drafter, Source, tokens_of_step
-from placement.plan.split import Split, choose_split, price_drafts
+from placement.plan.split import Split, price_drafts
 from ray_hetero.cli.main import commands
 from ray_hetero.compat.engine import draft_methods
 from ray_hetero.compat.engine.draft_methods import DraftMethod
@@ -29,7 +29,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 def split_with(drafter: Drafter | None, **question: object) -> Split:
     asked = {**QUESTION, **question}
-    return choose_split(LLAMA_70B, STAGES, drafter=drafter, **asked)  # type: ignore[arg-type]
+    return split_of(LLAMA_70B, STAGES, drafter=drafter, **asked)  # type: ignore[arg-type]
 
 
 def test_tokens_of_a_step() -> None:

@@ -9,7 +9,7 @@ from placement.cluster.layout import Layout
 from placement.model.shape import ModelShape
 from placement.plan.encoders import are_on_gpu, encoder_line
 from ray_hetero.config import HeteroConfig
-from ray_hetero.planning.engine_facts import facts_of_checkpoint
+from ray_hetero.planning.engine_facts import EngineOptions, facts_of_checkpoint
 from ray_hetero.planning.model_plan import ModelPlan, plan_model
 from ray_hetero.planning.plan_request import PlanRequest
 
@@ -27,7 +27,7 @@ def shape(name: str) -> ModelShape:
 def planned(of: ModelShape, where: str = DESKTOP, stages: int = 1) -> ModelPlan:
     """What is planned for a model of short sequences."""
     there = machine(where)
-    facts = facts_of_checkpoint({}, of, there.nodes, max_model_len=4096)
+    facts = facts_of_checkpoint({}, of, there.nodes, EngineOptions(max_model_len=4096))
     return plan_model("model", PlanRequest(HeteroConfig(), there, facts, stages))
 
 

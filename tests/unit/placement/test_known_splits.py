@@ -15,10 +15,9 @@ from plan_cases import (
     LLAMA_405B,
     MIXTRAL_8X22B,
     device,
+    split_of,
     stage,
 )
-
-from placement.plan.split import choose_split
 
 RUNTIME = 2**30
 H100 = 76_343_043_686
@@ -35,7 +34,7 @@ def test_70b_on_one_h100_and_two_sockets() -> None:
     in_middle = (H100 - RUNTIME - activations) // (layer + kv)
     assert in_middle == 42
     stages = [stage(device("H100 SXM")), *(stage(device("Xeon 8480+", i)) for i in range(2))]
-    split = choose_split(LLAMA_70B, stages, batch=1, context=4096, max_sequences=4)
+    split = split_of(LLAMA_70B, stages, batch=1, context=4096, max_sequences=4)
     assert split.order == (1, 0, 2)
     assert split.layers == (20, 42, 18)  # the last socket has the output matrix to read as well
     # One sequence of 4096 tokens has 16.8 MB of KV a layer; the output matrix is 2.1 GB.
@@ -66,7 +65,7 @@ def test_405b_on_two_h100_and_two_sockets() -> None:
     assert on_gpu == 22  # 72.57 GB / 3.221 GB = 22.5
     gpus = stage(device("H100 SXM", 0), device("H100 SXM", 1))
     sockets = stage(*(device("Xeon 8480+", i, gib=460) for i in range(2)))
-    split = choose_split(LLAMA_405B, [gpus, sockets], batch=1, context=4096, max_sequences=4)
+    split = split_of(LLAMA_405B, [gpus, sockets], batch=1, context=4096, max_sequences=4)
     assert (split.order, split.layers) == ((1, 0), (104, 22))
     reads = 104 * half / CPU_BANDWIDTH  # 1.439 s of 1.48 s
     assert split.stages[0].decode.weights / 1e12 == pytest.approx(reads, rel=1e-6)
@@ -87,7 +86,7 @@ def test_mixtral_8x22b_on_one_h200_and_one_socket() -> None:
     on_gpu = (usable - RUNTIME - activations - around) // (rest + experts + kv)
     assert on_gpu == 26  # 131.9 GB / 5.025 GB = 26.3
     stages = [stage(device("H200")), stage(device("Xeon 8480+", gib=460))]
-    split = choose_split(MIXTRAL_8X22B, stages, batch=1, context=4096, max_sequences=1)
+    split = split_of(MIXTRAL_8X22B, stages, batch=1, context=4096, max_sequences=1)
     assert (split.order, split.layers) == ((1, 0), (30, 26))
     # 1.384 GB a layer: 6.01 ms on the socket, 0.34 ms on the H200.
     active = rest + experts * 2 / 8
@@ -95,7 +94,7 @@ def test_mixtral_8x22b_on_one_h200_and_one_socket() -> None:
     assert cpu.decode.weights / 1e12 == pytest.approx(30 * active / CPU_BANDWIDTH, rel=1e-6)
     assert gpu.decode.weights / 1e12 == pytest.approx(26 * active / (0.85 * 4800e9), rel=1e-6)
     # 16 tokens wake 8 x (1 - 0.75^16) = 7.92 of 8 experts.
-    many = choose_split(MIXTRAL_8X22B, stages, batch=16, context=64, max_sequences=16)
+    many = split_of(MIXTRAL_8X22B, stages, batch=16, context=64, max_sequences=16)
     awake = rest + experts * (1 - 0.75**16)
     per_layer = many.stages[0].decode.weights / 1e12 / many.layers[0]
     assert per_layer == pytest.approx(awake / CPU_BANDWIDTH, rel=1e-6)
@@ -105,7 +104,7 @@ def test_8b_needs_no_cpu_rank() -> None:
     # 16.1 GB of weights in 76.3 GB: (16.06 - 1.05 of the embedding) GB / 2847.5 GB/s = 5.27 ms,
     # and 32 layers x 4096 tokens x 4096 bytes of KV = 0.19 ms.
     stages = [stage(device("H100 SXM")), stage(device("Xeon 8480+"))]
-    split = choose_split(LLAMA_8B, stages, batch=1, context=4096, max_sequences=4)
+    split = split_of(LLAMA_8B, stages, batch=1, context=4096, max_sequences=4)
     assert split.gpu_only is not None
     assert split.gpu_only.layers == (32,)
     assert split.gpu_only.step_s == pytest.approx(5.46e-3, abs=2e-5)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import LLAMA_8B, MIXTRAL_8X22B, config_of, device, request_for, stage, unmeasured
+from plan_cases import (
+    LLAMA_8B,
+    MIXTRAL_8X22B,
+    config_of,
+    device,
+    request_for,
+    split_of,
+    stage,
+    unmeasured,
+)
 from typer.testing import CliRunner
 from worlds import layout, node
 
@@ -25,7 +34,7 @@ from placement.plan.described import described
 from placement.plan.devices import Links, StageDevices
 from placement.plan.drafts import Acceptance, Drafter
 from placement.plan.passes import Pass, decode_pass, prefill_pass
-from placement.plan.split import choose_split, price_drafts
+from placement.plan.split import price_drafts
 from placement.plan.step_time import PICO
 from ray_hetero.cli.main import commands
 from ray_hetero.config import CpuConfig, HeteroConfig
@@ -107,16 +116,16 @@ def test_the_best_number_of_drafts_follows_the_costs() -> None:
     asked: dict[str, Any] = {"batch": 1, "context": 16, "max_sequences": 1}
 
     def best(costs: RowCosts | None) -> int:
-        split = choose_split(LLAMA_8B, [socket_with(costs)], drafter=Drafter(3), **asked)
+        split = split_of(LLAMA_8B, [socket_with(costs)], drafter=Drafter(3), **asked)
         return price_drafts(LLAMA_8B, split, Drafter(3), Acceptance(0.7)).best.drafts
 
     assert best(FLAT) == 8
     assert best(STEEP) < 3
-    split = choose_split(LLAMA_8B, [socket_with(FLAT)], drafter=Drafter(8), **asked)
+    split = split_of(LLAMA_8B, [socket_with(FLAT)], drafter=Drafter(8), **asked)
     lines = list(price_drafts(LLAMA_8B, split, Drafter(8), Acceptance(0.7)).lines())
     assert lines[1] == "best here at this acceptance: 8 drafts, as asked"
     assert lines[2].startswith("steps of several rows on Xeon 8480+ of a, measured: 1, 2, 4, 8")
-    split = choose_split(LLAMA_8B, [socket_with(None)], drafter=Drafter(3), **asked)
+    split = split_of(LLAMA_8B, [socket_with(None)], drafter=Drafter(3), **asked)
     lines = list(price_drafts(LLAMA_8B, split, Drafter(3), Acceptance(0.7)).lines())
     assert lines[2] == "steps of several rows on Xeon 8480+ of a: predicted, not measured"
 

@@ -15,6 +15,7 @@ from plan_cases import (
     config_of,
     device,
     llama,
+    split_of,
     stage,
 )
 
@@ -24,7 +25,7 @@ from placement.model.shape import ModelShape
 from placement.plan.devices import DeviceFigures, RankDevice, StageDevices
 from placement.plan.drafts import Drafter
 from placement.plan.partition import StageCosts, fits, reach_of, shortest_sum, smallest_peak
-from placement.plan.split import Split, choose_split
+from placement.plan.split import Split
 from placement.units import GIB
 
 SMALL = llama(12, 1024, 4096, (16, 4))
@@ -118,7 +119,7 @@ def questions(draw: st.DrawFn) -> dict[str, object]:
 
 def answer(question: dict[str, object]) -> Split | None:
     try:
-        return choose_split(SMALL, **question)  # type: ignore[arg-type]
+        return split_of(SMALL, **question)  # type: ignore[arg-type]
     except DoesNotFitError:
         return None
 
@@ -168,7 +169,7 @@ def test_the_same_question_has_the_same_answer(question: dict[str, object]) -> N
 
 def test_like_stages_share_evenly_and_keep_their_order() -> None:
     stages = [stage(device("Xeon 8480+", index)) for index in range(4)]
-    split = choose_split(SMALL, stages, batch=1, context=128, max_sequences=1)
+    split = split_of(SMALL, stages, batch=1, context=128, max_sequences=1)
     assert split.order == (0, 1, 2, 3)
     # The output matrix weighs 9.3 layers: the last stage gets one, the others share the rest.
     assert split.layers == (3, 4, 4, 1)
@@ -177,7 +178,7 @@ def test_like_stages_share_evenly_and_keep_their_order() -> None:
 def test_throughput_balances_stages() -> None:
     stages = [stage(device("H100 SXM")), stage(device("Xeon 8480+"))]
     by = {
-        objective: choose_split(
+        objective: split_of(
             SMALL, stages, batch=1, context=128, max_sequences=1, objective=objective
         )
         for objective in ("latency", "throughput")
@@ -195,14 +196,14 @@ def test_126_layers_on_four_stages_take_less_than_a_second() -> None:
         stage(device("EPYC 9654", gib=700)),
     ]
     start = time.perf_counter()
-    split = choose_split(LLAMA_405B, stages, batch=4, context=8192, max_sequences=4)
+    split = split_of(LLAMA_405B, stages, batch=4, context=8192, max_sequences=4)
     assert time.perf_counter() - start < 1
     assert sum(split.layers) == 126
 
 
 def test_the_users_layers_win() -> None:
     stages = [stage(device("H100 SXM")), stage(device("Xeon 8480+"))]
-    split = choose_split(LLAMA_70B, stages, batch=1, context=4096, max_sequences=1, layers=[10, 70])
+    split = split_of(LLAMA_70B, stages, batch=1, context=4096, max_sequences=1, layers=[10, 70])
     assert (split.order, split.layers) == ((0, 1), (10, 70))
 
 
@@ -217,23 +218,23 @@ def test_the_users_layers_win() -> None:
 def test_layers_that_do_not_add_up(layers: list[int], message: str) -> None:
     stages = [stage(device("H100 SXM")), stage(device("Xeon 8480+"))]
     with pytest.raises(LayoutError, match=message):
-        choose_split(LLAMA_70B, stages, batch=1, context=64, max_sequences=1, layers=layers)
+        split_of(LLAMA_70B, stages, batch=1, context=64, max_sequences=1, layers=layers)
 
 
 def test_senseless_questions_are_refused() -> None:
     one = stage(device("H100 SXM"))
     with pytest.raises(LayoutError, match="batch must be 1 or more, got 0"):
-        choose_split(SMALL, [one], batch=0, context=1, max_sequences=1)
+        split_of(SMALL, [one], batch=0, context=1, max_sequences=1)
     with pytest.raises(LayoutError, match="13 pipeline stages for 12 layers"):
-        choose_split(SMALL, [one] * 13, batch=1, context=1, max_sequences=1)
+        split_of(SMALL, [one] * 13, batch=1, context=1, max_sequences=1)
     with pytest.raises(LayoutError, match=r"\[1, 0\] ranks"):
-        choose_split(SMALL, [one, stage()], batch=1, context=1, max_sequences=1)
+        split_of(SMALL, [one, stage()], batch=1, context=1, max_sequences=1)
 
 
 def test_a_stage_is_priced_and_filled_by_its_own_size() -> None:
     alone, pair = stage(device("H100 SXM")), stage(device("Xeon 8480+"), device("Xeon 8480+", 1))
     question = {"batch": 1, "context": 64, "max_sequences": 1, "order": "fixed"}
-    found = choose_split(SMALL, [pair, alone], layers=[6, 6], **question)  # type: ignore[arg-type]
+    found = split_of(SMALL, [pair, alone], layers=[6, 6], **question)  # type: ignore[arg-type]
     first, second = found.stages
     assert [rank.rank for rank in found.ranks] == [0, 1, 2]
     # 6 layers of 28.3 MB each; the pair has the halves of them, and the embedding twice.
@@ -243,7 +244,7 @@ def test_a_stage_is_priced_and_filled_by_its_own_size() -> None:
         assert rank.memory.weights == pytest.approx(weights / 2 + embedding, rel=1e-3)
     assert second.ranks[0].memory.weights == pytest.approx(weights + embedding, rel=1e-3)
     assert second.ranks[0].kv_bytes == pytest.approx(2 * first.ranks[0].kv_bytes, rel=1e-3)
-    single = choose_split(SMALL, [stage(device("Xeon 8480+")), alone], layers=[6, 6], **question)  # type: ignore[arg-type]
+    single = split_of(SMALL, [stage(device("Xeon 8480+")), alone], layers=[6, 6], **question)  # type: ignore[arg-type]
     assert first.decode.weights == pytest.approx(single.stages[0].decode.weights / 2, rel=1e-2)
     assert second.decode == single.stages[1].decode
 
@@ -276,7 +277,7 @@ def test_a_group_of_cpu_ranks_that_looks_up_only_has_the_embedding_whole(
     """Each of two ranks has so many halves of it."""
     question = {"batch": 1, "context": 64, "max_sequences": 1, "order": "fixed"}
     layers = [12 // len(stages)] * len(stages)
-    found = choose_split(shape, stages, layers=layers, drafter=drafter, **question)  # type: ignore[arg-type]
+    found = split_of(shape, stages, layers=layers, drafter=drafter, **question)  # type: ignore[arg-type]
     embedding = sum(tensor.nbytes for tensor in shape.embedding)
     beside = sum(tensor.nbytes for tensor in shape.layers[0].tensors) * layers[0]
     if len(stages) == 1:
@@ -289,7 +290,7 @@ def test_a_group_of_cpu_ranks_that_looks_up_only_has_the_embedding_whole(
 
 def refusal(**question: object) -> str:
     with pytest.raises(DoesNotFitError) as caught:
-        choose_split(LLAMA_70B, **question)  # type: ignore[arg-type]
+        split_of(LLAMA_70B, **question)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -302,11 +303,11 @@ def test_the_nearest_that_fits_really_fits_and_the_next_does_not() -> None:
     length = int(message.split("--max-model-len ")[1].split()[0])
     sequences = int(message.split("; or ")[1].split()[0])
     assert (length, sequences) == (67728, 4)
-    fitting = choose_split(LLAMA_70B, **question, max_model_len=length)  # type: ignore[arg-type]
+    fitting = split_of(LLAMA_70B, **question, max_model_len=length)  # type: ignore[arg-type]
     assert fitting.kv_tokens >= 8 * length
     refusal(**question, max_model_len=length + 1)
     fewer = question | {"max_sequences": sequences}
-    assert choose_split(LLAMA_70B, **fewer, max_model_len=131072)  # type: ignore[arg-type]
+    assert split_of(LLAMA_70B, **fewer, max_model_len=131072)  # type: ignore[arg-type]
     refusal(**(question | {"max_sequences": sequences + 1}), max_model_len=131072)
 
 
@@ -334,7 +335,7 @@ def test_a_kv_limit_that_is_too_small() -> None:
 
 def test_tensor_parallel_reductions_take_the_link_of_the_group() -> None:
     def reduce_s(*parts: RankDevice) -> float:
-        split = choose_split(SMALL, [stage(*parts)], batch=1, context=128, max_sequences=1)
+        split = split_of(SMALL, [stage(*parts)], batch=1, context=128, max_sequences=1)
         return split.stages[0].decode.parts()["reduce"]
 
     gpu, cpu = device("H100 SXM"), device("Xeon 8480+")
@@ -348,9 +349,7 @@ def test_tensor_parallel_reductions_take_the_link_of_the_group() -> None:
 
 
 def test_large_batches_are_bound_by_compute() -> None:
-    split = choose_split(
-        SMALL, [stage(device("EPYC 9654"))], batch=512, context=16, max_sequences=512
-    )
+    split = split_of(SMALL, [stage(device("EPYC 9654"))], batch=512, context=16, max_sequences=512)
     # 0.4 x 14.7 = 5.88 TFLOP/s; 2 FLOP a weight and token.
     weights = 12 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096)
     attention = 12 * 16 * 4 * 1024
@@ -362,7 +361,7 @@ def test_large_batches_are_bound_by_compute() -> None:
 def test_only_active_experts_compute() -> None:
     # One layer's worth of a step at batch 4096 on a socket of 5.88 TFLOP/s: bound by compute.
     socket = stage(device("EPYC 9654", gib=1000))
-    split = choose_split(MIXTRAL_8X22B, [socket], batch=4096, context=1, max_sequences=4096)
+    split = split_of(MIXTRAL_8X22B, [socket], batch=4096, context=1, max_sequences=4096)
     attention, router = 2 * 6144**2 + 2 * 6144 * 1024, 8 * 6144
     weights = 56 * (attention + router + 2 * 3 * 6144 * 16384)  # 2 of 8 experts
     pairs = 56 * 4 * 6144
@@ -386,7 +385,7 @@ def test_stages_that_hold_the_vocabulary(
     config = config_of(model_type, 3, 64, 96, (4, 2), 100, head_dim=16, tie_word_embeddings=tied)
     shape = shape_from_config(config)
     sockets = [stage(device("Xeon 8480+", index)) for index in range(3)]
-    split = choose_split(shape, sockets, batch=1, context=16, max_sequences=1)
+    split = split_of(shape, sockets, batch=1, context=16, max_sequences=1)
     norm = 64 * 2
     norms = (norm, norm, norm) if shape.vocabulary_everywhere else (0, 0, norm)
     around = [
@@ -401,9 +400,9 @@ def test_stages_that_hold_the_vocabulary(
 def test_a_split_over_gpus_alone_is_offered_only_where_it_is_no_slower() -> None:
     stages = [stage(device("H100 SXM")), stage(device("Xeon 8480+"))]
     question = {"batch": 1, "context": 4096, "max_sequences": 1}
-    assert choose_split(LLAMA_8B, stages, **question).gpu_only is not None  # type: ignore[arg-type]
+    assert split_of(LLAMA_8B, stages, **question).gpu_only is not None  # type: ignore[arg-type]
     # Overlapping stages get faster by the two layers that the socket takes off the GPU.
-    split = choose_split(LLAMA_8B, stages, **question, objective="throughput")  # type: ignore[arg-type]
+    split = split_of(LLAMA_8B, stages, **question, objective="throughput")  # type: ignore[arg-type]
     assert split.gpu_only is None
 
 
@@ -411,14 +410,14 @@ def test_of_equal_orders_the_given_one_is_taken() -> None:
     # More memory than needed makes two stages different, but not faster.
     stages = [stage(device("H100 SXM", gib=60)), stage(device("H100 SXM", 1, gib=50))]
     for row in (stages, stages[::-1]):
-        split = choose_split(SMALL, row, batch=1, context=64, max_sequences=1)
+        split = split_of(SMALL, row, batch=1, context=64, max_sequences=1)
         assert split.order == (0, 1)
 
 
 def test_activations_take_the_way_between_their_stages() -> None:
     def send_s(*parts: RankDevice) -> float:
         stages = [stage(part) for part in parts]
-        split = choose_split(SMALL, stages, batch=3, context=64, max_sequences=3, order="fixed")
+        split = split_of(SMALL, stages, batch=3, context=64, max_sequences=3, order="fixed")
         return split.stages[0].decode.parts()["send"]
 
     gpu, cpu = device("H100 SXM"), device("Xeon 8480+")

@@ -20,6 +20,7 @@ from ray_hetero.config import HeteroConfig
 from ray_hetero.planning.activation_dtype import own_dtype
 from ray_hetero.planning.engine_facts import (
     EngineFacts,
+    EngineOptions,
     facts_of_checkpoint,
     own_length,
     server_defaults,
@@ -287,7 +288,7 @@ def test_defaults_are_those_of_a_server_on_the_drivers_devices() -> None:
     facts = facts_of_checkpoint(MODELS["8B"], LLAMA_8B, sockets)
     assert facts.in_world(2).max_num_seqs == 256
     assert facts.in_world(2).max_num_batched_tokens == 4096
-    given = facts_of_checkpoint(MODELS["8B"], LLAMA_8B, sockets, max_num_seqs=7)
+    given = facts_of_checkpoint(MODELS["8B"], LLAMA_8B, sockets, EngineOptions(max_num_seqs=7))
     assert (given.in_world(2).max_num_seqs, given.in_world(2).in_world(2).max_num_seqs) == (7, 7)
 
 
