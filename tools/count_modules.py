@@ -3,9 +3,11 @@
     python tools/count_modules.py
     python tools/count_modules.py --since v0.1.0
     python tools/count_modules.py --since v0.1.0 --apart 1a2b3c4 5d6e7f8
+    python tools/count_modules.py --since 6540e025 --apart @tools/features_apart.txt
 
 Since a commit, each later one that changes modules is listed with what it adds, so that features
-and changes of structure can be told apart: `--apart` counts the named commits by themselves.
+and changes of structure can be told apart: `--apart` counts the named commits by themselves.  A
+file of them has a commit a line, whatever follows it, and comments behind a #.
 """
 
 from __future__ import annotations
@@ -101,12 +103,29 @@ def apart(found: Iterable[Change], named: Sequence[str]) -> tuple[Size, Size]:
     return of_named, others
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser of a command line, and of files with commits (`@file`)."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The commit that a line of a file names, if it names one."""
+        return arg_line.partition("#")[0].split()[:1]
+
+
+def parser() -> Parser:
+    """The parser of this script."""
+    found = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        fromfile_prefix_chars="@",
+    )
+    found.add_argument("--since", metavar="COMMIT", help="commit before the first one listed")
+    found.add_argument("--apart", metavar="COMMIT", nargs="+", default=[])
+    return found
+
+
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--since", metavar="COMMIT", help="commit before the first one listed")
-    parser.add_argument("--apart", metavar="COMMIT", nargs="+", default=[])
-    options = parser.parse_args()
+    options = parser().parse_args()
     sizes = rooms()
     print("modules lines  room")
     for room, size in sizes.items():
@@ -125,6 +144,7 @@ def main() -> None:
                   now.lines - named.lines - others.lines)  # fmt: skip
     print(f"\n{before}  before\n{named}  commits named with --apart (*)\n{others}  all others")
     print(f"{before + named}  before, with the named commits alone")
+    print(f"{before + others}  now, without the named commits")
 
 
 if __name__ == "__main__":

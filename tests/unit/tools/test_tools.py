@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from count_modules import Change, Size, apart, changes, rooms  # noqa: E402
+from count_modules import Change, Size, apart, changes, parser, rooms  # noqa: E402
 from fix_torchvision import misfits  # noqa: E402
 from write_lock import cuda_locked, cuda_requirements, locked  # noqa: E402
 
@@ -100,6 +100,13 @@ def test_commits_are_counted_by_modules_and_lines() -> None:
     ]
     assert apart(found, ["5d6e"]) == (Size(-1, -6), Size(1, 12))
     assert apart(found, []) == (Size(), Size(0, 6))
+
+
+def test_commits_that_count_apart_are_named_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "apart.txt"
+    file.write_text("# features\n\n1a2b3c4 Add one thing\n5d6e7f8\n")
+    given = parser().parse_args(["--since", "v0.1.0", "--apart", f"@{file}"])
+    assert (given.since, given.apart) == ("v0.1.0", ["1a2b3c4", "5d6e7f8"])
 
 
 def test_rooms_are_counted(tmp_path: Path) -> None:
