@@ -1,11 +1,13 @@
-"""A small checkpoint that reads images: Aria, whose language model is a mixture of experts.
+"""Small checkpoints that read images: Aria, whose language model has experts, and BLIP-2.
 
-Of vLLM's models with images and experts it is one that can be loaded without torchvision.
+Of vLLM's models with images they are two that can be loaded without torchvision.  For Aria, vLLM
+has no pipelines.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ray_hetero.cli.demo.model import MAX_POSITIONS, DemoShape
 from ray_hetero.cli.demo.tokenizer import text_tokens, train_tokenizer
@@ -14,6 +16,10 @@ from ray_hetero.cli.demo.weights import fill
 IMAGE = "<|img|>"
 IMAGE_SIZE, PATCH = 980, 70
 """Sides of an image, as Aria's processor makes it, and of a patch of it, in pixels."""
+BLIP_IMAGE = "<image>"
+"""Token that vLLM looks for."""
+BLIP_SIZE, BLIP_PATCH = 56, 14
+"""The same of BLIP-2's."""
 IMAGE_TOKENS = 16
 """Tokens that stand for an image."""
 EXPERTS = 8
@@ -29,22 +35,11 @@ def write_image_model(directory: Path, shape: DemoShape | None = None) -> Path:
         AriaTextConfig,
         GenerationConfig,
         Idefics3VisionConfig,
-        PreTrainedTokenizerFast,
     )
     from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
 
     shape = shape or DemoShape()
-    directory.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(MAX_POSITIONS).save_pretrained(directory)
-    # So that the processor finds it by its name.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        directory, extra_special_tokens={"image_token": IMAGE}
-    )
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    tokenizer, ids = _tokenizer(directory)
     text = AriaTextConfig(
         **ids,
         vocab_size=len(tokenizer),
@@ -81,3 +76,72 @@ def write_image_model(directory: Path, shape: DemoShape | None = None) -> Path:
         size_conversion={IMAGE_SIZE: IMAGE_TOKENS},
     ).save_pretrained(directory)
     return directory
+
+
+def write_blip2_model(directory: Path, shape: DemoShape | None = None) -> Path:
+    """Write checkpoint, tokenizer and image processor of a BLIP-2; answers the directory."""
+    import torch
+    from transformers import (
+        Blip2Config,
+        Blip2ForConditionalGeneration,
+        Blip2Processor,
+        Blip2QFormerConfig,
+        Blip2VisionConfig,
+        GenerationConfig,
+        OPTConfig,
+    )
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    shape = shape or DemoShape()
+    tokenizer, ids = _tokenizer(directory, BLIP_IMAGE)
+    text = OPTConfig(
+        **ids,
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        word_embed_proj_dim=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        ffn_dim=shape.intermediate,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    config = Blip2Config(
+        vision_config=Blip2VisionConfig(
+            **sizes, num_hidden_layers=1, image_size=BLIP_SIZE, patch_size=BLIP_PATCH
+        ),
+        qformer_config=Blip2QFormerConfig(
+            **sizes, num_hidden_layers=2, encoder_hidden_size=64, vocab_size=len(tokenizer)
+        ),
+        text_config=text,
+        num_query_tokens=IMAGE_TOKENS,
+        image_token_index=tokenizer.convert_tokens_to_ids(BLIP_IMAGE),
+        tie_word_embeddings=False,
+    )
+    model = Blip2ForConditionalGeneration._from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(**ids)
+    fill(model, 0, text_tokens(tokenizer))
+    model.save_pretrained(directory)
+    Blip2Processor(
+        BlipImageProcessorPil(size={"height": BLIP_SIZE, "width": BLIP_SIZE}),
+        tokenizer,
+        num_query_tokens=IMAGE_TOKENS,
+    ).save_pretrained(directory)
+    return directory
+
+
+def _tokenizer(directory: Path, image: str = IMAGE) -> tuple[Any, dict[str, Any]]:
+    """Write a tokenizer that knows images by name; it, and the numbers of its special tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    directory.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(MAX_POSITIONS).save_pretrained(directory)
+    # So that the processor finds it by its name.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        directory, extra_special_tokens={"image_token": image}
+    )
+    return tokenizer, {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
