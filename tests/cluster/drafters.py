@@ -20,6 +20,11 @@ from ray_hetero.cli.demo.model import DemoShape, write_demo_model
 SHAPE = DemoShape()
 SLICE = SHAPE.kv_heads * SHAPE.head_size
 """Elements of an embedding that fit into the values of an attention."""
+KEPT = (
+    "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+"""Keys of a target's configuration that a head of another class has too."""
 SHARPNESS = 3.0
 """Factor on queries and keys under which a token attends to itself more than to all others."""
 
@@ -37,6 +42,21 @@ def write_eagle_head(directory: Path, target: Path) -> Path:
     weights = _quiet_layer("layers.0", SHAPE.hidden)
     weights["fc.weight"] = torch.cat([torch.eye(SHAPE.hidden), 0.02 * noise], dim=1)
     return _write(directory, target, weights)
+
+
+def write_llama_eagle_head(directory: Path, target: Path) -> Path:
+    """An EAGLE head for a target of any class, whose sizes it has: a layer of Llama's."""
+    given = json.loads((target / "config.json").read_text())
+    config = {name: given[name] for name in KEPT}
+    hidden, sliced = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
+    weights = _quiet_layer("layers.0", hidden, hidden, sliced, config["intermediate_size"])
+    noise = _noise("fc", hidden, hidden)
+    weights["fc.weight"] = torch.cat([torch.eye(hidden), 0.02 * noise], dim=1)
+    directory.mkdir()
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
 
 
 def write_eagle3_head(directory: Path, target: Path) -> Path:
@@ -130,19 +150,31 @@ def add_mtp_layer(model: Path, like: str) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
-def _quiet_layer(name: str, width: int) -> Weights:
-    """A decoder layer without its first norm, the weights of which are small."""
+def _quiet_layer(
+    name: str, width: int, hidden: int = SHAPE.hidden, sliced: int = SLICE,
+    inner: int = SHAPE.intermediate,
+) -> Weights:  # fmt: skip
+    """A decoder layer without its first norm, the weights of which are small.
+
+    Args:
+        name: of the layer.
+        width: of what its attention is given.
+        hidden: width of the layer.
+        sliced: width of its keys.
+        inner: width of its MLP.
+
+    """
     shapes = {
-        "self_attn.q_proj": (SHAPE.hidden, width),
-        "self_attn.k_proj": (SLICE, width),
-        "self_attn.v_proj": (SLICE, width),
-        "self_attn.o_proj": (SHAPE.hidden, SHAPE.hidden),
-        "mlp.gate_proj": (SHAPE.intermediate, SHAPE.hidden),
-        "mlp.up_proj": (SHAPE.intermediate, SHAPE.hidden),
-        "mlp.down_proj": (SHAPE.hidden, SHAPE.intermediate),
+        "self_attn.q_proj": (hidden, width),
+        "self_attn.k_proj": (sliced, width),
+        "self_attn.v_proj": (sliced, width),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
     }
     made = {f"{name}.{part}.weight": 0.03 * _noise(part, *size) for part, size in shapes.items()}
-    return made | {f"{name}.post_attention_layernorm.weight": torch.ones(SHAPE.hidden)}
+    return made | {f"{name}.post_attention_layernorm.weight": torch.ones(hidden)}
 
 
 def _noise(name: str, *size: int) -> torch.Tensor:

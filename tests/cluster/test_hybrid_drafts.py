@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from drafters import add_mtp_layer, favour_successors
+from drafters import add_mtp_layer, favour_successors, write_llama_eagle_head
 from engines import (
     IN_THIS_PROCESS,
     Json,
@@ -131,10 +131,13 @@ def test_a_gated_delta_net_verifies_drafts(scene: Scene, tmp_path: Path) -> None
     asked = batch(prompts(), max_tokens=48, logprobs=2)
     given = LIMITS | {"dtype": "bfloat16"}
     (expected,) = without_drafts(scene, tmp_path / "stock", [path], asked, given)
-    made = [
-        drafting(path, ["cpu"], drafts | DRAFTED, given)
-        for drafts in ({"method": "custom_class", "model": CLASS}, {"method": "mtp"})
+    head = write_llama_eagle_head(tmp_path / "head", path)
+    kinds: list[Json] = [
+        {"method": "custom_class", "model": CLASS},
+        {"method": "mtp"},
+        {"method": "eagle", "model": str(head)},
     ]
+    made = [drafting(path, ["cpu"], drafts | DRAFTED, given) for drafts in kinds]
     for found, accepted in with_drafts(scene, tmp_path / "ours", made, asked):
         for answers in found:
             pairs = zip(answers, expected, strict=True)
