@@ -10,6 +10,7 @@ from pathlib import Path
 from placement.host.row_costs import RowCosts
 from placement.model.reading import UnknownModelError, shape_of
 from placement.model.shape import ModelShape
+from placement.model.tensors import Layer, Tensor
 from placement.plan import cost
 from placement.plan.devices import Links, StageDevices
 from placement.plan.memory import Memory, around_weights, kv_bytes, layer_weights
@@ -20,6 +21,11 @@ from placement.words import duration
 
 MOST_DRAFTS = 8
 """Drafts of a request in a step up to which the best number is looked for."""
+
+
+DRAFT_LIKE_THE_FIRST = frozenset({"ernie4_5_moe", "exaone_moe"})
+"""Types of mixtures whose layers that draft are dense, like the first one; others' are like the
+last one."""
 
 
 class Source(Enum):
@@ -115,10 +121,19 @@ class Drafter:
         return Step(draft=self.drafts * once.total)
 
 
+def _combining(layer: Layer, target: ModelShape) -> Layer:
+    """A layer that drafts: it combines an embedding with the target's hidden states before."""
+    hidden, width = target.hidden_size, target.dtype_bytes
+    norms = Tensor("norms", hidden, width, count=3, role="norm", shards=1, values=0)
+    matrix = Tensor("eh_proj", 2 * hidden * hidden, width, shards=1)
+    return replace(layer, tensors=(*layer.tensors, norms, matrix))
+
+
 def _shape(source: Source, model: object, target: ModelShape) -> ModelShape | None:
     like_target = replace(target, layers=target.layers[-1:], output_head=())
     if source is Source.TARGET:
-        return like_target
+        like = target.layers[0 if target.model_type in DRAFT_LIKE_THE_FIRST else -1]
+        return replace(like_target, layers=(_combining(like, target),))
     try:
         shape = shape_of(model if isinstance(model, Mapping) else Path(str(model)))
     except UnknownModelError:

@@ -1,4 +1,5 @@
-"""Compare planned bytes with those that vLLM allocates, for every architecture of its registry.
+"""Compare planned bytes with those that vLLM allocates, for every architecture of its
+registry, and for layers that draft.
 
     make families-sizes            # all architectures, into tests/families/sizes.json
     make families-sizes ONLY="GptOssForCausalLM Zamba2ForCausalLM"
@@ -18,12 +19,21 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from families import sizes  # noqa: E402
-from families.configurations import architectures  # noqa: E402
+from families.configurations import DRAFTER, architectures  # noqa: E402
 from ray_hetero.planning.sizes.model_probe import environment  # noqa: E402
 
 RESULTS = HERE / "sizes.json"
 TOLERANCE = 0.005
 """Largest relative difference that counts as equal."""
+DRAFTING = [
+    f"{name}ForCausalLM{DRAFTER}"
+    for name in (
+        "DeepseekV3", "DeepseekV32", "DeepseekV4", "Ernie4_5_Moe", "ExaoneMoe", "Glm4Moe",
+        "Glm4MoeLite", "HYV3", "LongcatFlash", "MiMo", "NemotronH", "PanguUltraMoE", "Qwen3Next",
+        "Qwen3_5", "Qwen3_5Moe",
+    )
+]  # fmt: skip
+"""Models whose checkpoints have layers that draft: the bytes of these layers are compared."""
 SIDES = {"planned": sizes.planned_sizes, "allocated": sizes.allocated_sizes}
 
 
@@ -77,7 +87,7 @@ def main() -> None:
         for name, found in sizes.sizes_of_all(arguments[1:], SIDES[arguments[0]]):
             print(json.dumps({name: found}), flush=True)
         return
-    names = arguments or architectures()
+    names = arguments or [*architectures(), *DRAFTING]
     sides = {side: sizes_of_side(side, names) for side in SIDES}
     rows = {name: row(sides["planned"][name], sides["allocated"][name]) for name in names}
     if not arguments:

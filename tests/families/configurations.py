@@ -46,6 +46,10 @@ FORMATS: dict[str, Json] = {
     },
 }
 """Formats of checkpoints, as their configurations describe them."""
+DRAFTER = "+mtp"
+"""End of the name of a model of which the layers that draft are meant."""
+ONE_DRAFT_LAYER = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+"""Keys of the number of such layers, in the configurations of different families."""
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -94,12 +98,16 @@ def small_config(architecture: str) -> Json | str:
     """The content of a small `config.json`.
 
     Args:
-        architecture: a name of vLLM's registry, also with one of `FORMATS` behind an `@`.
+        architecture: a name of vLLM's registry, also with one of `FORMATS` behind an `@`, or with
+            `DRAFTER` behind it.
 
     Returns:
         The keys and values, or the reason why there is no small configuration.
 
     """
+    if architecture.endswith(DRAFTER):
+        plain = small_config(architecture.removesuffix(DRAFTER))
+        return plain if isinstance(plain, str) else plain | ONE_DRAFT_LAYER
     architecture, _, form = architecture.partition("@")
     if form:
         plain = small_config(architecture)

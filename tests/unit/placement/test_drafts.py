@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_cases import LLAMA_8B, LLAMA_70B, config_of, device, llama, split_of, stage
+from plan_cases import LLAMA_8B, LLAMA_70B, MIXTRAL_8X22B, config_of, device, llama, split_of, stage
 from typer.testing import CliRunner
 
 from placement.plan.drafts import Acceptance, Drafter, Source, tokens_of_step
@@ -78,7 +78,21 @@ def test_a_head_has_the_vocabulary_of_its_model() -> None:
     # Layers for it lie behind the others in the model's own checkpoint.
     mtp = drafter_of("mtp", 1, "no/such/checkpoint", LLAMA_8B)
     assert mtp is not None
-    assert mtp.weights(1, is_first=True) == layer
+    # A matrix of 8192 x 4096 combines both inputs, behind a norm each; and a norm ends it.
+    assert mtp.weights(1, is_first=True) == layer + 2 * (8192 * 4096 + 3 * 4096)
+
+
+def test_layers_that_draft_for_some_mixtures_are_like_their_first() -> None:
+    first, *_, last = MIXTRAL_8X22B.layers
+    small = replace(first, tensors=first.tensors[:1])
+    target = replace(
+        MIXTRAL_8X22B, layers=(small, *MIXTRAL_8X22B.layers[1:]), model_type="ernie4_5_moe"
+    )
+    combining = 2 * (2 * 6144 * 6144 + 3 * 6144)
+    for like, model_type in ((small, "ernie4_5_moe"), (last, "deepseek_v3")):
+        drafter = drafter_of("mtp", 1, None, replace(target, model_type=model_type))
+        assert drafter is not None
+        assert drafter.weights(1, is_first=True) == like.nbytes + combining
 
 
 def test_a_row_is_all_that_planning_and_refusals_know_of_a_method(
