@@ -284,6 +284,35 @@ def cpu_ranks(number: int, sockets: int) -> list[Contender]:
     ]
 
 
+def model_runners(
+    layout: Sequence[Sequence[str]], sockets: int, kernel: str | None
+) -> list[Contender]:
+    """CPU ranks with vLLM's model runners V1 and V2, one step after another.
+
+    Args:
+        layout: of CPU ranks.
+        sockets: of the host.
+        kernel: `cpu.linear_kernel`; None is its default.
+
+    """
+    shares = -(-sum(map(len, layout)) // sockets)
+    cpu = {"ranks_per_socket": shares} | ({} if kernel is None else {"linear_kernel": kernel})
+    return [
+        replace(
+            hetero(
+                runner,
+                *layout,
+                config={"cpu": {**cpu, "model_runner": runner}},
+                engine={"async_scheduling": False},
+                reads="socket",
+            ),
+            # Engines that take turns share their sockets; claims are there to prevent that.
+            environment={"RAY_HETERO_CLAIM_DIR": tempfile.mkdtemp(prefix=f"ray_hetero-{runner}-")},
+        )
+        for runner in ("v2", "v1")
+    ]
+
+
 def of_checkout(contender: Contender, checkout: Path) -> Contender:
     """The same contender with the code of another checkout of this project.
 

@@ -7,6 +7,9 @@ time and measure in turns, because a host's cores are at times twice as slow as 
 table has medians over all rounds and, what disturbs being only ever added, the least of them.
 
     python benchmarks/control_plane.py --out control-plane
+
+With `--runners LAYOUT`, the engines are CPU ranks of a layout with vLLM's model runner V2
+and with V1 (`cpu.model_runner`); `--kernel streaming` gives both this project's kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 POINTS = "1x16,32x16"
-MORE = ["--shape", "none", "--eager", "--points", POINTS, "--output-tokens", "129"]
+MORE = ["--eager", "--output-tokens", "129"]
 
 
 def main() -> None:
@@ -44,10 +47,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--timeout", type=float, default=200)
     parser.add_argument("--before", type=Path, help="another checkout of this project, beside both")
+    parser.add_argument("--runners", type=json.loads, metavar="LAYOUT", help="V2 beside V1")
+    parser.add_argument("--kernel", help="cpu.linear_kernel of --runners")
+    parser.add_argument("--shape", default="none")
+    parser.add_argument("--points", default=POINTS)
     parser.add_argument("--out", type=Path, required=True, help="without ending")
     options = parser.parse_args()
     pair = contenders.cpu_ranks(options.ranks, floor.sockets())
-    if options.before is not None:
+    if options.runners is not None:
+        pair = contenders.model_runners(options.runners, floor.sockets(), options.kernel)
+    elif options.before is not None:
         pair.insert(1, contenders.of_checkout(pair[0], options.before.resolve()))
     rounds: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in pair}
     with ExitStack() as stack:
@@ -76,7 +85,10 @@ def started(
     contender: contenders.Contender, options: argparse.Namespace
 ) -> AbstractContextManager[contender_process.Turns]:
     """The contender's engine, ready to measure."""
-    command = [*contender.command, *MORE, "--repeats", "3", "--calls", "20000", "--turns"]
+    command = [
+        *contender.command, *MORE, "--shape", options.shape, "--points", options.points,
+        "--repeats", "3", "--calls", "20000", "--turns",
+    ]  # fmt: skip
     log = Path(f"{options.out}-logs") / f"{contender.name.replace(' ', '-')}.log"
     environment = dict(contender.environment) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return contender_process.in_turns(command, environment, log, options.timeout)

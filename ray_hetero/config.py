@@ -112,6 +112,9 @@ class CpuConfig(_Section):
     streaming selects this project's kernels, which read weights at the socket's bandwidth, and vllm
     selects vLLM's own; auto selects streaming with AVX2 or newer, and for quantised layers that
     vLLM has no kernel for."""
+    model_runner: Literal["v1", "v2"] = "v1"
+    """vLLM's model runner on CPU ranks: v1, or v2, which dense models of text can have in layouts
+    of CPU ranks alone, without drafts and adapters."""
     fuse_layers: bool = True
     """Whether all layers of a stage are computed by one operator, if the linear layers use the
     streaming kernels and the architecture is supported."""

@@ -40,6 +40,7 @@ from ray_hetero.preflight.refused_models import refuse_drafts, refuse_ranks
 from ray_hetero.preflight.refused_stages import refuse_divided_layers, refuse_heads
 from ray_hetero.preflight.unsupported_checkpoints import CheckpointOnCpus
 from ray_hetero.preflight.unsupported_drafters import Drafting
+from ray_hetero.preflight.unsupported_runner import RANKS_OF_V2_RUNNER, RunBy
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
 from ray_hetero.worker import mixed_groups
 from ray_hetero.worker.rank_config import shared_settings
@@ -196,6 +197,8 @@ class EnginePlanner:
         linear_kernel = self._config.cpu.linear_kernel
         checkpoint = CheckpointOnCpus.of_model(model_config, linear_kernel)
         refuse_ranks(checkpoint, world.layout, len(world.experts))
+        if self._config.cpu.model_runner == "v2":
+            refuse_first(RANKS_OF_V2_RUNNER, RunBy(model_config, world.layout, len(world.experts)))
         if world.is_stock:
             return
         refuse_first(ENGINES_OF_CPU_RANKS, self._vllm_config.parallel_config)

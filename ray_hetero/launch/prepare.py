@@ -24,6 +24,7 @@ from ray_hetero.compat.engine import (
 )
 from ray_hetero.compat.engine.engine_args import choose_dtype, found_spec
 from ray_hetero.compat.models import model_registry
+from ray_hetero.compat.worker import v2_runner
 from ray_hetero.config import HeteroConfig, load_config
 from ray_hetero.launch import early_ray
 from ray_hetero.launch.chosen_stages import choose_stages, settle_experts, take_sizes
@@ -111,7 +112,7 @@ def prepare(engine_args: EngineArgs) -> EngineSpec:
     if spec.ray_address is not None or is_elsewhere():
         # A forked engine would take this process's connection to Ray for its own.
         engine_environment.put(START_METHOD, os.environ.get(START_METHOD, "spawn"))
-    _choose_runner(engine_args, is_stock=is_stock)
+    _choose_runner(engine_args, config, is_stock=is_stock)
     model_registry.inspect_here()
     model_registry.load_models_without_torchvision()
     return spec
@@ -153,15 +154,22 @@ def _as_written(engine_args: EngineArgs) -> EngineArgs:
     return written
 
 
-def _choose_runner(engine_args: EngineArgs, *, is_stock: bool) -> None:
+def _choose_runner(engine_args: EngineArgs, config: HeteroConfig, *, is_stock: bool) -> None:
     """Tell vLLM the model runner and the scheduling that CPU ranks and unequal stages have.
 
     Every process of the engine must agree, and vLLM reads both while it builds the driver's
     configuration.  Without these the choice is vLLM's own.
     """
-    if not is_stock:
-        engine_environment.put(RUNNER, "0")
-        engine_args.async_scheduling = False
+    if is_stock:
+        return
+    is_v2 = config.cpu.model_runner == "v2"
+    if is_v2:
+        backend = engine_args.distributed_executor_backend
+        v2_runner.run_without_triton(
+            lambda given: given.parallel_config.distributed_executor_backend is backend
+        )
+    engine_environment.put(RUNNER, str(int(is_v2)))
+    engine_args.async_scheduling = False
 
 
 def _has_cpus(config: HeteroConfig, gpus: int | None) -> bool | None:

@@ -34,6 +34,7 @@ from ray_hetero.preflight.unsupported_drafters import (
     method_named,
     package_missing,
 )
+from ray_hetero.preflight.unsupported_runner import RANKS_OF_V2_RUNNER, WITH_V2_RUNNER
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle_to_what_is_asked
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ ALWAYS: Sequence[Refusal[EngineArgs]] = (
 )
 """Refused in every world."""
 
-ONLY_V2 = "it needs vLLM's V2 model runner, CPU ranks have V1"
+ONLY_V2 = "it needs vLLM's V2 model runner, whose kernels for it have no form for CPUs"
 WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
         "--speculative-config with the method {found}",
@@ -102,8 +103,8 @@ WITH_CPU_RANKS: Sequence[Refusal[EngineArgs]] = (
     Refusal(
         "VLLM_USE_V2_MODEL_RUNNER=1",
         lambda args: os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
-        "CPU ranks have the V1 model runner",
-        "Unset it.",
+        "CPU ranks have the V1 model runner by default",
+        "Unset it. For V2 on CPU ranks set cpu.model_runner to v2.",
     ),
     Refusal("--watermark-config", lambda args: args.watermark_config, ONLY_V2),
     Refusal("--enable-trace-replay", lambda args: args.enable_trace_replay, ONLY_V2),
@@ -246,6 +247,7 @@ REFUSALS: Mapping[str, Sequence[Refusal[Any]]] = {
         *DRAFTED_MODELS,
         *SCHEDULING_OF_CPU_RANKS,
     ),
+    "with `cpu.model_runner: v2`": (*WITH_V2_RUNNER, *RANKS_OF_V2_RUNNER),
     "with `max_restarts`": WITH_RESTARTS,
     "with `experts.ranks`": (*WITH_EXPERT_RANKS, *MODELS_OF_EXPERT_RANKS),
 }
@@ -278,5 +280,6 @@ def refuse_unsupported(engine_args: EngineArgs, config: HeteroConfig, *, is_stoc
     """
     check_settings(engine_args, config, is_stock=is_stock)
     asked = [*ALWAYS, *(() if is_stock else WITH_CPU_RANKS)]
+    asked += WITH_V2_RUNNER if config.cpu.model_runner == "v2" else ()
     asked += WITH_EXPERT_RANKS if config.experts.ranks not in (0, "auto") else ()
     refuse_first((*asked, *(WITH_RESTARTS if config.max_restarts else ())), engine_args)

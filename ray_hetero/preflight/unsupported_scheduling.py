@@ -31,6 +31,8 @@ def obstacle(scheduling: Scheduling) -> str | None:
     batches = scheduling.config.pipeline.batches_in_flight
     if len(scheduling.layout.stages) == 1:
         return "a layout of one stage"
+    if scheduling.config.cpu.model_runner == "v2":
+        return "cpu.model_runner v2"
     if vllm_config.speculative_config is not None:
         return "--speculative-config"
     if vllm_config.model_config.runner_type != "generate":

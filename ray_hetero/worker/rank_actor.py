@@ -39,6 +39,8 @@ from ray_hetero.compat.worker import (
     message_queues,
     model_runner,
     parallel_state,
+    v2_kernels,
+    v2_runner,
 )
 from ray_hetero.distributed.groups import HeteroGroup, set_world
 from ray_hetero.distributed.stage_experts import RemoteExperts
@@ -74,6 +76,9 @@ def prepare_platform_of_cpus(vllm_config: VllmConfig) -> None:
     expert_router.use_routing(route)
     latent_attention.turn_all_heads()
     model_runner.count_without_compiler()
+    if vllm_config.use_v2_model_runner:
+        v2_kernels.put_in_place()
+        v2_runner.take_tokens_from_driver()
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         # vLLM has functions of its own compiled nevertheless, by a compiler that a node without
         # compiled models does not need to have.
@@ -169,7 +174,7 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
         if cpu_rank is not None:
             cpu_rank.loaded(self.worker.model_runner)
         last = last_layer.install(self.worker.model_runner, self._vllm_config, world, seat)
-        if self.worker.model_runner.device.type == "cpu":
+        if self.worker.model_runner.device.type == "cpu" and not self._has_v2_runner:
             model_runner.draw_for_kept_tokens_only(self.worker.model_runner)
         if world.layout.is_mixed(seat.stage):
             model_runner.share_samples(self.worker.model_runner)
@@ -266,9 +271,18 @@ class RankActor(RayWorkerProc):  # type: ignore[misc]
             message_queues.answer(self, calls.next())
         raise self.worker.failure
 
+    @property
+    def _has_v2_runner(self) -> bool:
+        """Whether this CPU rank has vLLM's V2 model runner."""
+        return self._rank.seat.kind == "cpu" and bool(self._vllm_config.use_v2_model_runner)
+
     def _take_late_tokens(self, calls: DriverCalls) -> None:
         """Let steps begin without their tokens, where the driver schedules ahead of these."""
         stage, stages = self._rank.seat.stage, self._rank.world.layout.stages
+        if self._has_v2_runner and stage < len(stages) - 1:
+            runner = self.worker.worker.model_runner
+            runner.pp_handler.attach(runner)
+            self.worker.driver_tokens = runner.pp_handler
         if not self._rank.shared.schedules_ahead or stage == len(stages) - 1:
             return
 

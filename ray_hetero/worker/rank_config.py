@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from placement.cluster.layout import Layout
 from placement.units import GIB
 from ray_hetero.compat.models import model_registry
-from ray_hetero.compat.worker import kv_cache, parallel_config
+from ray_hetero.compat.worker import kv_cache, parallel_config, v2_runner
 from ray_hetero.errors import AgreementError
 from ray_hetero.planning.engine_facts import CPU_BLOCK_SIZE
 from ray_hetero.runtime.process_state import Place
@@ -134,6 +134,8 @@ def build_rank_config(rank: RankSpec) -> VllmConfig:
     # Without it a Gloo exchange with a peer that hangs waits for half an hour.
     args.distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
     args.cpu_distributed_timeout_seconds = math.ceil(config.exchange.timeout_s)
+    if config.cpu.model_runner == "v2":
+        v2_runner.run_without_triton(lambda _: True)
     if current_platform.is_cpu():
         # Without an explicit size CPUWorker insists on a share of the node's whole memory.
         # The real size is set after loading, when what is free is known.

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from ray_hetero.compat.worker import late_tokens
+from ray_hetero.compat.worker import late_tokens, v2_runner
 from ray_hetero.distributed.groups import HostCommunicator
 from ray_hetero.distributed.stage_experts import RemoteExperts
 from ray_hetero.kernels.layers import layer_tokens
@@ -47,6 +47,7 @@ class RankWorker:
         self._boundary: Any = None
         self._over_host: HostCommunicator | None = None
         self.late_tokens: late_tokens.LateTokens | None = None
+        self.driver_tokens: v2_runner.DriverTokens | None = None
         self.failure: Exception | None = None
         """Error of a step that failed: the ranks are out of step, this one must not go on."""
         self.clock = StepClock(
@@ -81,6 +82,8 @@ class RankWorker:
             self._last_layer.begin_step(scheduler_output)
         if self.late_tokens is not None:
             self.late_tokens.begin_step(scheduler_output)
+        if self.driver_tokens is not None:
+            self.driver_tokens.begin_step(scheduler_output)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step; what exchanges tensors learns its tokens first."""

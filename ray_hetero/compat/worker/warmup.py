@@ -56,6 +56,9 @@ def run_forward(runner: Any, tokens: int) -> None:
     """
     if tokens == runner.max_num_tokens:
         runner.warming_up_model()
+    elif runner.vllm_config.use_v2_model_runner:
+        # It makes attention metadata otherwise, of a KV cache that is not there yet.
+        runner._dummy_run(tokens, is_profile=True, skip_attn=True)
     else:
         runner._dummy_run(tokens, is_profile=True)
 

@@ -122,6 +122,9 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker import gpu_model_runner, mamba_utils
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu import block_table, buffer_utils, pp_utils
+from vllm.v1.worker.gpu import model_runner as v2_model_runner
+from vllm.v1.worker.gpu import states as v2_states
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -135,7 +138,7 @@ from ray_hetero.compat.models import (
     quantised_experts,
     remote_experts,
 )
-from ray_hetero.compat.worker import kv_cache
+from ray_hetero.compat.worker import kv_cache, v2_kernels
 from ray_hetero.distributed.groups import HeteroGroup, HostCommunicator
 from ray_hetero.errors import UnsupportedError
 from ray_hetero.executor.hetero_executor import HeteroExecutor
@@ -389,6 +392,22 @@ PRIVATE: list[tuple[str, Any, str]] = [
     ("compat/engine/engine_args", EngineArgs, "create_model_config"),
     ("compat/engine/engine_args", VllmConfig, "max_concurrent_batches"),
     ("compat/engine/engine_args", VllmConfig, "use_v2_model_runner"),
+    ("compat/worker/v2_runner", VllmConfig, "_validate_v2_model_runner"),
+    ("compat/worker/v2_runner", VllmConfig, "_get_v2_model_runner_unsupported_features"),
+    ("compat/worker/v2_runner", v2_model_runner, "PPHandler"),
+    *(
+        ("compat/worker/v2_runner", pp_utils.PPHandler, name)
+        for name in (
+            "get_prev_sampled_outputs",
+            "receive",
+            "broadcast",
+            "broadcast_drafts",
+            "on_req_idx_freed",
+            "relay_aux_hidden_states",
+            "configure_aux_hidden_state_relay",
+        )
+    ),
+    *(("compat/worker/v2_kernels", owner, name) for owner, name, _ in v2_kernels.forms()),
     ("compat/engine/engine_environment", envs, "disable_envs_cache"),
     ("compat/engine/engine_environment", envs, "enable_envs_cache"),
     ("compat/engine/engine_environment", envs, "_is_envs_cache_enabled"),
@@ -684,6 +703,24 @@ ASSIGNED: list[tuple[str, type, str]] = [
         ("compat/worker/late_tokens", GPUModelRunner, name)
         for name in ("requests", "input_batch", "input_ids", "query_start_loc")
     ),
+    *(
+        ("compat/worker/v2_kernels", buffer_utils.StagedWriteTensor, f"_staged_write_{name}")
+        for name in ("indices", "starts", "contents", "cu_lens")
+    ),
+    *(
+        ("compat/worker/v2_kernels", block_table.BlockTables, name)
+        for name in (
+            "block_tables",
+            "input_block_tables",
+            "block_sizes",
+            "slot_mappings",
+            "_slot_mapping_enabled",
+        )
+    ),
+    ("compat/worker/v2_runner", v2_model_runner.GPUModelRunner, "req_states"),
+    ("compat/worker/v2_runner", v2_model_runner.GPUModelRunner, "pp_handler"),
+    ("compat/worker/v2_runner", v2_states.RequestState, "req_id_to_index"),
+    ("compat/worker/v2_runner", v2_states.RequestState, "prefill_len"),
     ("compat/engine/input_processor", InputProcessor, "model_config"),
     ("compat/worker/model_runner", GPUModelRunner, "discard_request_mask"),
     ("compat/worker/model_runner", InputBatch, "generators"),

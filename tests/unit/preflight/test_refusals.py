@@ -38,6 +38,7 @@ from ray_hetero.preflight.refused_models import (
     refuse_drafts,
 )
 from ray_hetero.preflight.unsupported_drafters import METHODS, Drafting
+from ray_hetero.preflight.unsupported_runner import RANKS_OF_V2_RUNNER, WITH_V2_RUNNER, RunBy
 from ray_hetero.preflight.unsupported_scheduling import Scheduling, obstacle
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
@@ -95,7 +96,8 @@ def test_every_row_is_in_one_table() -> None:
     tables = (
         ALWAYS, WITH_CPU_RANKS, WITH_RESTARTS, MODELS_OF_CPU_RANKS, ENGINES_OF_CPU_RANKS,
         DRAFTING_OF_CPU_RANKS, SCHEDULING_OF_CPU_RANKS, MODELS_OF_CPU_GROUPS,
-        WITH_EXPERT_RANKS, MODELS_OF_EXPERT_RANKS, DRAFTED_MODELS,
+        WITH_EXPERT_RANKS, MODELS_OF_EXPERT_RANKS, DRAFTED_MODELS, WITH_V2_RUNNER,
+        RANKS_OF_V2_RUNNER,
     )  # fmt: skip
     options = [refusal.option for rows in REFUSALS.values() for refusal in rows]
     assert sorted(options) == sorted(refusal.option for table in tables for refusal in table)
@@ -135,6 +137,66 @@ def test_what_expert_ranks_cannot_do_is_refused_beside_them_only(name: str, tmp_
     option = "--" + name.replace("_", "-")
     with pytest.raises(UnsupportedError, match=rf"experts.ranks beside {option}.* does not work"):
         refuse_unsupported(args, config, is_stock=True)
+
+
+BESIDE_V2_RUNNER: dict[str, Any] = {
+    "speculative_config": {"method": "ngram"},
+    "enable_lora": True,
+    "enable_prompt_embeds": True,
+    "logits_processors": ["some.Processor"],
+    "reasoning_parser": "qwen3",
+    "use_fp64_gumbel": True,
+    "kv_sharing_fast_prefill": True,
+    "data_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_V2_RUNNER)
+def test_what_the_v2_runner_has_not_yet_is_refused_beside_it_only(
+    name: str, tmp_path: Path
+) -> None:
+    assert len(BESIDE_V2_RUNNER) == len(WITH_V2_RUNNER)
+    args = EngineArgs(model=str(tmp_path))
+    setattr(args, name, BESIDE_V2_RUNNER[name])
+    cpus = {"layout": [["cpu"]]}
+    refuse_unsupported(args, HeteroConfig.model_validate(cpus), is_stock=False)
+    config = HeteroConfig.model_validate(cpus | {"cpu": {"model_runner": "v2"}})
+    option = "--" + name.replace("_", "-")
+    said = rf"cpu.model_runner v2 beside {option}.* does not work"
+    with pytest.raises(UnsupportedError, match=said):
+        refuse_unsupported(args, config, is_stock=False)
+
+
+def test_the_v2_runner_is_for_cpu_ranks_and_dense_models(tmp_path: Path) -> None:
+    model = _vllm_config(tmp_path).model_config
+    stages = Layout((("cpu",), ("cpu", "cpu")))
+    refuse_first(RANKS_OF_V2_RUNNER, RunBy(model, stages))
+    for run, found in (
+        (RunBy(model, Layout((("gpu", "cpu"),))), "with GPU ranks"),
+        (RunBy(model, stages, experts=2), "with expert ranks"),
+        (RunBy(_vllm_config(tmp_path / "pooling", runner="pooling").model_config, stages),
+         "for a model with --runner pooling"),
+    ):  # fmt: skip
+        said = rf"cpu.model_runner v2 {found} does not work .* Leave cpu.model_runner out"
+        with pytest.raises(UnsupportedError, match=said):
+            refuse_first(RANKS_OF_V2_RUNNER, run)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "is_multimodal_model", "is_encoder_decoder", "is_diffusion", "is_hybrid",
+        "is_attention_free", "use_mla", "is_moe",
+    ],
+)  # fmt: skip
+def test_other_models_are_refused_by_what_they_have(name: str, tmp_path: Path) -> None:
+    model = _vllm_config(tmp_path).model_config
+    assert getattr(model, name) is False
+    kind = type(model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kind, name, True)
+        with pytest.raises(UnsupportedError, match="only dense decoders of text were run"):
+            refuse_first(RANKS_OF_V2_RUNNER, RunBy(model, Layout((("cpu",),))))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +321,7 @@ def _scheduling(tmp_path: Path, asked: bool | None, **changes: Any) -> Schedulin
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
         ({"config": {"pipeline": {"batches_in_flight": 2}}}, "pipeline.batches_in_flight 2"),
         ({"config": {"objective": "throughput"}}, "objective throughput"),
+        ({"config": {"cpu": {"model_runner": "v2"}}}, "cpu.model_runner v2"),
     ],
 )
 def test_steps_are_not_scheduled_ahead_where_that_cannot_work(
