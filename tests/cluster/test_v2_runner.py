@@ -16,6 +16,7 @@ from engines import (
     Model,
     Stock,
     batch,
+    compared_until_near_ties,
     engine,
     hetero,
     metrics,
@@ -24,6 +25,8 @@ from engines import (
     tokens,
 )
 from leftovers import Scene
+
+from ray_hetero.kernels.linear import streaming_linear
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -73,7 +76,7 @@ def test_requests_of_any_kind_are_answered_as_with_v1(
     asked = [
         batch(prompts(), **PENALISED), batch(prompts(), prompt_logprobs=2, logprobs=3),
         batch(prompts(), **SEEDED), batch(prompts(), **SEEDED),
-        metrics("vllm:num_preemptions"), TOTALS, *drawn,
+        metrics("vllm:num_preemptions"), *drawn,
     ]  # fmt: skip
     runs = []
     for runner in ("v1", "v2"):
@@ -96,13 +99,30 @@ def test_requests_of_any_kind_are_answered_as_with_v1(
     assert tokens(v2[2]) != tokens(v1[2])
     for answers in (v1, v2):
         assert sum(entry["vllm:num_preemptions"] for entry in answers[4]) > 0
-        # This project's kernels compute the layers of decode steps in one call.
-        assert all(total["native_layer_tokens"] > 0 for total in answers[5])
-    for place, given in enumerate(drawn, start=6):
+    for place, given in enumerate(drawn, start=5):
         for number, one in enumerate(given["requests"]):
             found, wanted = (answers[place][number]["tokens"][0] for answers in (v2, v1))
             length = min(len(found), len(wanted)) if "leave_after" in one else None
             assert found[:length] == wanted[:length], (number, one)
+
+
+@pytest.mark.skipif(streaming_linear._native is None, reason="needs the native module")
+@pytest.mark.parametrize(("pipeline", "tensor"), [(2, 1), (1, 2)])
+def test_decode_steps_are_the_native_calls_of_v1(
+    pipeline: int, tensor: int, scene: Scene, logs: Path, model: Model
+) -> None:
+    runs = []
+    for runner in ("v1", "v2"):
+        cpu = {"ranks_per_socket": 2, "linear_kernel": "streaming", "model_runner": runner}
+        arguments = engine(
+            model("llama", "bf16"), pipeline, tensor, dtype="bfloat16", **hetero(cpu=cpu)
+        )
+        runs.append((arguments, [batch(prompts(), logprobs=2), TOTALS]))
+    v1, v2 = run_engines(scene, logs / f"native{pipeline}", runs, extra=IN_THIS_PROCESS)
+    for ours, theirs in zip(v2[0], v1[0], strict=True):
+        assert compared_until_near_ties(ours, theirs)
+    for ours, theirs in zip(v2[1], v1[1], strict=True):
+        assert ours["native_layer_tokens"] == theirs["native_layer_tokens"] > 0
 
 
 def _nearly(ours: Any, theirs: Any) -> bool:

@@ -275,12 +275,11 @@ def combine_sampled_and_draft_tokens(
     requests = len(idx_mapping)
     assert num_logits == requests, "one row of logits a request: drafts are refused"
     assert num_new_sampled_tokens == 1, "models that sample no token of their own are refused"
-    last = query_start_loc[1 : requests + 1].long() - 1
-    is_decoding = seq_lens[:requests] > prefill_len[idx_mapping]
-    input_ids[last[is_decoding]] = last_sampled_tokens[idx_mapping[is_decoding], 0].to(
-        input_ids.dtype
-    )
-    return last
+    last, indices = query_start_loc.numpy()[1 : requests + 1] - 1, idx_mapping.numpy()
+    is_decoding = seq_lens.numpy()[:requests] > prefill_len.numpy()[indices]
+    tokens = last_sampled_tokens.numpy()[indices[is_decoding], 0]
+    input_ids.numpy()[last[is_decoding]] = tokens
+    return torch.from_numpy(last.astype(np.int64))
 
 
 def get_num_sampled_and_rejected(
@@ -329,34 +328,29 @@ def post_update(
         last_sampled_tokens: [all requests, 1], is written.
         output_bin_counts: [all requests, vocabulary], is written: how often each token was
             sampled; None on a rank that does not sample.
-        sampled_tokens: [requests, most tokens of a request].
-        num_sampled: [requests], how many of them count.
+        sampled_tokens: [requests, 1].
+        num_sampled: [requests], 1 where the token counts.
         num_rejected: [requests].
         query_start_loc: [requests + 1]; None where `num_computed_tokens` knows the step already.
         all_token_ids: [all requests, longest request], is written.
         total_len: [all requests], is written.
 
     """
-    counts = np.zeros(len(idx_mapping), np.int64)
+    assert sampled_tokens.shape[1] == 1, "one token a request: drafts are refused"
+    indices, kept = idx_mapping.numpy(), num_sampled.numpy() > 0
+    is_meant = indices >= 0
+    counts = np.zeros_like(indices)
     if query_start_loc is not None:
         counts = _counts(idx_mapping, query_start_loc)
-    computed, totals, tokens = num_computed_tokens.numpy(), total_len.numpy(), all_token_ids.numpy()
-    rows = zip(
-        idx_mapping.tolist(), num_sampled.tolist(), num_rejected.tolist(), counts.tolist(),
-        sampled_tokens.numpy(), strict=True,
-    )  # fmt: skip
-    for index, kept, dropped, count, given in rows:
-        if index < 0:
-            continue
-        computed[index] += count - dropped
-        if not kept:
-            continue
-        total = totals[index]
-        tokens[index, total : total + kept] = given[:kept]
-        totals[index] = total + kept
-        last_sampled_tokens[index] = int(given[kept - 1])
-        if output_bin_counts is not None:
-            np.add.at(output_bin_counts[index].numpy(), given[:kept], 1)
+    computed, totals = num_computed_tokens.numpy(), total_len.numpy()
+    computed[indices[is_meant]] += (counts - num_rejected.numpy())[is_meant]
+    given = is_meant & kept
+    indices, tokens = indices[given], sampled_tokens.numpy()[given, 0]
+    all_token_ids.numpy()[indices, totals[indices]] = tokens
+    totals[indices] += 1
+    last_sampled_tokens.numpy()[indices, 0] = tokens
+    if output_bin_counts is not None:
+        output_bin_counts.numpy()[indices, tokens] += 1
 
 
 def post_update_num_computed_tokens(

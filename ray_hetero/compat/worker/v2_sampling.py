@@ -54,33 +54,33 @@ def gumbel_sample(
     """
     assert True not in (apply_temperature, is_drafting, use_fp64), "drafts are refused"
     assert logits_cache is logits_cache_col is logits_cache_source is None, "drafts are refused"
-    warm = (temperature[expanded_idx_mapping] != 0).nonzero().flatten().tolist()
-    if not warm:
-        return logits.argmax(dim=-1)
-    logits = logits.float()
-    if len(warm) == len(logits):
-        logits = logits.clone()
-    for row in warm:
-        index = int(expanded_idx_mapping[row])
-        noise = gumbel_noise(int(seed[index]), int(pos[row]), logits.shape[1])
-        logits[row] += torch.from_numpy(noise)
-    return logits.argmax(dim=-1)
+    # The operator that V1 takes too; torch's own is slow in bfloat16.
+    likeliest: torch.Tensor = torch.ops._C.greedy_argmax(logits.float())
+    indices = expanded_idx_mapping.tolist()
+    for row in (temperature[expanded_idx_mapping] != 0).nonzero().flatten().tolist():
+        own = logits[row].float().numpy()
+        # Top-k and top-p leave few.
+        (tokens,) = (own > -np.inf).nonzero()
+        noise = gumbel_noise(int(seed[indices[row]]), int(pos[row]), tokens)
+        if len(tokens):
+            likeliest[row] = int(tokens[(own[tokens] + noise).argmax()])
+    return likeliest
 
 
-def gumbel_noise(seed: int, position: int, tokens: int) -> NDArray[np.float32]:
-    """Noise of each token of a vocabulary, which makes the likeliest token a random one.
+def gumbel_noise(seed: int, position: int, tokens: NDArray[Any]) -> NDArray[np.float32]:
+    """Noise of each of some tokens, which makes the likeliest token a random one.
 
     Args:
         seed: of the request, 64 bits.
         position: of the row's token in its request.
-        tokens: of the vocabulary.
+        tokens: their numbers in the vocabulary.
 
     """
     words = (seed, seed >> 32, position)
     prefix = np.zeros(1, np.uint32)
     for word in words:
         prefix = _mixed(prefix, np.array([word & 0xFFFFFFFF], np.uint32))
-    hashed = _finished(_mixed(prefix, np.arange(tokens, dtype=np.uint32)) ^ np.uint32(16))
+    hashed = _finished(_mixed(prefix, tokens.astype(np.uint32)) ^ np.uint32(16))
     # Halves of 16 bits are exact in 32-bit floats: the smallest numbers keep all of their bits.
     high, low = (hashed >> np.uint32(16)).astype(np.float32), hashed & np.uint32(0xFFFF)
     uniform = high * np.float32(2**-16) + (low.astype(np.float32) + np.float32(0.5)) * np.float32(
