@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from placement.cluster.layout import Layout
+from ray_hetero.compat.worker import v2_runner
 from ray_hetero.preflight.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ WITH_V2_RUNNER: Sequence[Refusal[EngineArgs]] = (
 """Options that are refused where CPU ranks are to have the V2 model runner."""
 
 RANKS_OF_V2_RUNNER: Sequence[Refusal[RunBy]] = (
+    Refusal(
+        "cpu.model_runner v2 with vLLM {found}",
+        lambda _: v2_runner.other_release(),
+        "its runner calls some of the kernels in another way, for which there are no forms yet",
+        f"Take vLLM 0.32. {V1}",
+    ),
     Refusal(
         "cpu.model_runner v2 with {found}",
         other_ranks,

@@ -183,7 +183,15 @@ FOREIGN_SIGNATURES = {
     "ray_hetero.compat.models.torch_operators.attend": "_custom_ops.cpu_attention_with_kv_cache",
     "ray_hetero.compat.models.torch_operators.get_scheduler_metadata": "the operator of that name",
     "ray_hetero.compat.models.torch_operators.reshape_and_cache": "the operator of that name",
-}
+    **{
+        f"ray_hetero.compat.worker.{name}": "the function of that name"
+        for name in (
+            "v2_kernels.combine_sampled_and_draft_tokens", "v2_kernels.post_update",
+            "v2_logits.apply_bad_words", "v2_logits.apply_logit_bias",
+            "v2_logits.apply_penalties", "v2_sampling.gumbel_sample",
+        )
+    },
+}  # fmt: skip
 """Functions that others call, and whose signature they have: vLLM's, or a command line's."""
 
 

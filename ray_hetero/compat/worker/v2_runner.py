@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_hetero.compat.patching import original, replace
+from ray_hetero.supported import installed_vllm, is_since
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def other_release() -> str | None:
+    """The installed release of vLLM, if its V2 runner calls what stands for its kernels in another
+    way; None if it does not.
+    """
+    return installed_vllm() if is_since("0.33") else None
 
 
 def run_without_triton(is_ours: Callable[[VllmConfig], bool]) -> None:

@@ -10,8 +10,11 @@ import pytest
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from ray_hetero.compat.worker import v2_kernels
+from ray_hetero.compat.worker import v2_kernels, v2_runner
 from ray_hetero.compat.worker.v2_runner import DriverTokens
+
+CHANGED = {"gather_block_tables", "post_update"} if v2_runner.other_release() else set()
+"""Functions that take more in the installed release, with which the runner is refused."""
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, object]]:
@@ -26,14 +29,25 @@ def _parameters(function: Callable[..., Any]) -> list[tuple[str, object]]:
     [pytest.param(*one, id=f"{one[0].__name__}.{one[1]}") for one in v2_kernels.forms()],
 )
 def test_forms_of_kernels_take_the_same(owner: Any, name: str, form: Callable[..., Any]) -> None:
-    assert _parameters(form) == _parameters(getattr(owner, name))
+    ours, stock = _parameters(form), _parameters(getattr(owner, name))
+    if name not in CHANGED:
+        assert ours == stock
+        return
+    # Forms of these are to be written before the runner is there with this release.
+    assert len(ours) < len(stock)
+    assert ours == stock[: len(ours)]
 
 
 def test_tokens_of_the_driver_stand_for_the_handler_of_pipelines() -> None:
     own = {name for name in vars(DriverTokens) if not name.startswith("_")}
     methods = {name for name, _ in inspect.getmembers(PPHandler, inspect.isfunction)}
-    assert methods - {"__init__"} == own - {"attach", "begin_step"}
+    assert {name for name in methods if name[0] != "_"} == own - {"attach", "begin_step"}
+    if v2_runner.other_release():
+        assert "recv_drafts" in inspect.signature(PPHandler.receive).parameters
+        return
     for name in methods:
+        if not hasattr(DriverTokens, name):
+            continue
         ours = [one for one, _ in _parameters(getattr(DriverTokens, name))]
         stock = [one for one, _ in _parameters(getattr(PPHandler, name))]
         assert len(ours) == len(stock)

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from placement.cluster.layout import Kind, Layout
 from ray_hetero.cli.demo.model import DemoShape, write_demo_model
+from ray_hetero.compat.worker import v2_runner
 from ray_hetero.compat.worker.late_tokens import schedule_ahead
 from ray_hetero.config import HeteroConfig
 from ray_hetero.errors import ConfigError, UnsupportedError
@@ -171,6 +172,10 @@ def test_the_v2_runner_is_for_cpu_ranks_and_dense_models(tmp_path: Path) -> None
     model = _vllm_config(tmp_path).model_config
     stages = Layout((("cpu",), ("cpu", "cpu")))
     refuse_first(RANKS_OF_V2_RUNNER, RunBy(model, stages))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(v2_runner, "is_since", lambda minor: minor == "0.33")
+        with pytest.raises(UnsupportedError, match=r"v2 with vLLM 0\..* Take vLLM 0\.32"):
+            refuse_first(RANKS_OF_V2_RUNNER, RunBy(model, stages))
     for run, found in (
         (RunBy(model, Layout((("gpu", "cpu"),))), "with GPU ranks"),
         (RunBy(model, stages, experts=2), "with expert ranks"),
@@ -194,6 +199,8 @@ def test_other_models_are_refused_by_what_they_have(name: str, tmp_path: Path) -
     assert getattr(model, name) is False
     kind = type(model)
     with pytest.MonkeyPatch.context() as patched:
+        # Some are remembered.
+        vars(model).pop(name, None)
         patched.setattr(kind, name, True)
         with pytest.raises(UnsupportedError, match="only dense decoders of text were run"):
             refuse_first(RANKS_OF_V2_RUNNER, RunBy(model, Layout((("cpu",),))))
