@@ -116,7 +116,9 @@ def test_a_quantised_checkpoint_that_names_float16_takes_these_kernels(
 
 # Of GPTQ, vLLM does not load a dense MLP before layers with experts; with zero points of
 # compressed-tensors it has no experts.  tests/unit/kernels/test_quantised_experts.py has both.
-@pytest.mark.parametrize("name", ["fp8", "fp8-channel", "w4a16", "awq", "int8"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8-channel", "fp8-32", "w4a16", "w4a16-32", "awq", "int8"]
+)
 def test_experts_of_a_quantised_checkpoint_are_those_of_stock(
     name: str, compared: Callable[..., str], tmp_path: Path
 ) -> None:

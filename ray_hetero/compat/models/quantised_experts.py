@@ -79,7 +79,7 @@ def use_quantised_experts(kernel: Callable[..., None], activations: Collection[s
 
     def any_of_its_type(stock: Any) -> Any:
         def supports(weight_key: Any, activation_key: Any) -> bool:
-            return stock(weight_key, activation_key) or _is_known(weight_key)
+            return stock(weight_key, activation_key) or is_known(weight_key)
 
         return staticmethod(supports)
 
@@ -164,11 +164,14 @@ def _choose_for_mx() -> None:
         replace(module, "select_mxfp8_moe_backend", lambda _stock: lambda *_, **_how: chosen)
 
 
-def _is_known(key: Any) -> bool:
-    """Whether weights of a type are floats of eight bits, with whatever scales."""
+def is_known(key: Any) -> bool:
+    """Whether weights of a type are floats of eight bits or integers of four, whatever shares a
+    scale: vLLM's own kernels know one size of groups."""
     import torch
+    from vllm.scalar_type import scalar_types
 
-    return key is not None and key.dtype == torch.float8_e4m3fn
+    known = (torch.float8_e4m3fn, scalar_types.uint4b8, scalar_types.uint4)
+    return key is not None and key.dtype in known
 
 
 def quantised_layers(model: Any) -> Iterator[tuple[Any, Any, StoredExperts]]:
