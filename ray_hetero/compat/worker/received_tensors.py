@@ -87,9 +87,11 @@ def unread_names(runner: Any) -> tuple[str, ...]:
         return ()
     model, drafting = runner.model, runner.speculative_config
     noting = _Noting(model)
+    # The V2 runner makes metadata of attention otherwise, of a KV cache that is not there yet.
+    alone = {"skip_attn": True} if runner.vllm_config.use_v2_model_runner else {}
     runner.model, runner.speculative_config = noting, None
     try:
-        runner._dummy_run(1, is_profile=True, skip_eplb=True)
+        runner._dummy_run(1, is_profile=True, skip_eplb=True, **alone)
     finally:
         runner.model, runner.speculative_config = model, drafting
     if noting.tensors is None:

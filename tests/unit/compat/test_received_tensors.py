@@ -81,6 +81,7 @@ class Runner:
     """A rank's runner, as far as it makes a dummy pass."""
 
     speculative_config: Any = "drafts"
+    vllm_config = SimpleNamespace(use_v2_model_runner=False)
 
     def __init__(self, model: nn.Module, names: tuple[str, ...] = NAMES) -> None:
         self.model, self.names = model, names
@@ -88,8 +89,11 @@ class Runner:
     def get_model(self) -> nn.Module:
         return self.model
 
-    def _dummy_run(self, tokens: int, *, is_profile: bool, skip_eplb: bool) -> None:
+    def _dummy_run(
+        self, tokens: int, *, is_profile: bool, skip_eplb: bool, skip_attn: bool = False
+    ) -> None:
         assert is_profile
+        assert skip_attn == self.vllm_config.use_v2_model_runner
         assert skip_eplb
         assert self.speculative_config is None
         given = IntermediateTensors({name: torch.ones(tokens, 2) for name in self.names})
@@ -175,3 +179,11 @@ def test_stages_of_gpus_alone_are_left_to_vllm(
     context = warmup_actions.RankContext(1, "gpu", None, 1)
     warmup_actions.check_what_is_read(SimpleNamespace(model_runner=Runner(model)), context)
     assert model.passes == []
+
+
+def test_the_v2_runner_makes_the_pass_without_attention(
+    stage: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runner, "vllm_config", SimpleNamespace(use_v2_model_runner=True))
+    stage(1, 2)
+    assert unread_names(Runner(Layers(*NAMES))) == ()
