@@ -345,6 +345,12 @@ def is_of_room(room: str, name: str) -> bool:
     )
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    # pytest imports them by their names alone, and collects the first one only.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_every_unit_test_is_in_the_room_of_what_it_tests() -> None:
     of_code = {name: path.parent.name for name, path in UNIT_TESTS.items() if name not in OF_ALL}
     of_code = {name: room for name, room in of_code.items() if room not in OTHERS}

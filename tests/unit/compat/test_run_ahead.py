@@ -32,6 +32,7 @@ class Worker:
             max_num_tokens=512,
             _dummy_run=self._run,
             warming_up_model=lambda: self.asked.append("on CPU"),
+            vllm_config=SimpleNamespace(use_v2_model_runner=False),
         )
 
     def _run(self, tokens: int, **how: Any) -> None:

@@ -32,13 +32,15 @@ class Case:
     layers: tuple[int, ...]
 
 
-def cpu_bundle(node: int) -> dict[str, float]:
-    return {f"node:{node:06d}": NODE_SLIVER, "CPU": 56}
+def cpu_bundle() -> dict[str, float]:
+    """Of a described node, which has no address."""
+    return {"node:": NODE_SLIVER, "CPU": 56}
 
 
-def gpu_bundle(node: int, accelerator: str | None = None) -> dict[str, float]:
+def gpu_bundle(accelerator: str | None = None) -> dict[str, float]:
+    """Of a described node, which has no address."""
     kind = {f"accelerator_type:{accelerator}": NODE_SLIVER} if accelerator else {}
-    return {f"node:{node:06d}": NODE_SLIVER, "GPU": 1, **kind}
+    return {"node:": NODE_SLIVER, "GPU": 1, **kind}
 
 
 # Layers by hand, for room of 32768 tokens.  H200: 125.1 GiB of 139 less 1 of runtime, 2.0 of output
@@ -48,29 +50,29 @@ CASES = {
     "one-gpu-one-socket": (
         Case("one_gpu_one_socket", LLAMA_70B, 2, 1,
              ["0 cpu server 0", "1 gpu server 0"], (10, 70)),
-        [cpu_bundle(0), gpu_bundle(0)],
+        [cpu_bundle(), gpu_bundle()],
     ),
     "two-h100-two-8480": (
         Case("two_h100_two_8480", LLAMA_405B, 2, 2,
              ["0 cpu server 0", "0 cpu server 1", "1 gpu server 0", "1 gpu server 1"], (104, 22)),
-        [cpu_bundle(0), cpu_bundle(0), gpu_bundle(0, "H100"), gpu_bundle(0, "H100")],
+        [cpu_bundle(), cpu_bundle(), gpu_bundle("H100"), gpu_bundle("H100")],
     ),
     "two-h100-two-8480-mixed-tp4": (
         Case("two_h100_two_8480", LLAMA_70B, 1, 4,
              ["0 gpu server 0", "0 gpu server 1", "0 cpu server 0", "0 cpu server 1"], (80,)),
-        [gpu_bundle(0, "H100"), gpu_bundle(0, "H100"), cpu_bundle(0), cpu_bundle(0)],
+        [gpu_bundle("H100"), gpu_bundle("H100"), cpu_bundle(), cpu_bundle()],
     ),
     "two-sockets": (
         Case("two_sockets", LLAMA_70B, 1, 2, ["0 cpu server 0", "0 cpu server 1"], (80,)),
-        [cpu_bundle(0), cpu_bundle(0)],
+        [cpu_bundle(), cpu_bundle()],
     ),
     "two-nodes": (
         Case("gpu_node_and_cpu_node", LLAMA_405B, 3, 2,
              # The stage of the other node first: the activations cross the network once.
              ["0 cpu cpus 0", "0 cpu cpus 1", "1 cpu gpus 0", "1 cpu gpus 1",
               "2 gpu gpus 0", "2 gpu gpus 1"], (52, 52, 22)),
-        [cpu_bundle(1), cpu_bundle(1), cpu_bundle(0), cpu_bundle(0),
-         gpu_bundle(0, "H100"), gpu_bundle(0, "H100")],
+        [cpu_bundle(), cpu_bundle(), cpu_bundle(), cpu_bundle(),
+         gpu_bundle("H100"), gpu_bundle("H100")],
     ),
 }  # fmt: skip
 
