@@ -149,7 +149,6 @@ class ExpertActor:
 
         """
         assert self._service is not None
-        lead_from_first_core(self._rank.threads)
         engine, seat = self._rank.shared.instance_id, self._rank.seat
         labels = labels_of(engine, seat.rank, None, "experts", seat.node_name)
         self._trace = self._begun_trace()

@@ -19,7 +19,7 @@ IMAGE_SIZE, PATCH = 980, 70
 BLIP_IMAGE = "<image>"
 """Token that vLLM looks for."""
 BLIP_SIZE, BLIP_PATCH = 56, 14
-"""The same of BLIP-2's."""
+"""Sides of an image, as BLIP-2's processor makes it, and of a patch of it, in pixels."""
 IMAGE_TOKENS = 16
 """Tokens that stand for an image."""
 EXPERTS = 8
@@ -27,13 +27,11 @@ EXPERTS = 8
 
 def write_image_model(directory: Path, shape: DemoShape | None = None) -> Path:
     """Write checkpoint, tokenizer and image processor; answers the directory."""
-    import torch
     from transformers import (
         AriaConfig,
         AriaForConditionalGeneration,
         AriaProcessor,
         AriaTextConfig,
-        GenerationConfig,
         Idefics3VisionConfig,
     )
     from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
@@ -66,10 +64,7 @@ def write_image_model(directory: Path, shape: DemoShape | None = None) -> Path:
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         tie_word_embeddings=False,
     )
-    model = AriaForConditionalGeneration._from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(**ids)
-    fill(model, 0, text_tokens(tokenizer))
-    model.save_pretrained(directory)
+    _write_weights(AriaForConditionalGeneration, config, tokenizer, ids, directory)
     AriaProcessor(
         AriaImageProcessorPil(max_image_size=IMAGE_SIZE, split_image=False),
         tokenizer,
@@ -80,14 +75,12 @@ def write_image_model(directory: Path, shape: DemoShape | None = None) -> Path:
 
 def write_blip2_model(directory: Path, shape: DemoShape | None = None) -> Path:
     """Write checkpoint, tokenizer and image processor of a BLIP-2; answers the directory."""
-    import torch
     from transformers import (
         Blip2Config,
         Blip2ForConditionalGeneration,
         Blip2Processor,
         Blip2QFormerConfig,
         Blip2VisionConfig,
-        GenerationConfig,
         OPTConfig,
     )
     from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
@@ -118,16 +111,26 @@ def write_blip2_model(directory: Path, shape: DemoShape | None = None) -> Path:
         image_token_index=tokenizer.convert_tokens_to_ids(BLIP_IMAGE),
         tie_word_embeddings=False,
     )
-    model = Blip2ForConditionalGeneration._from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(**ids)
-    fill(model, 0, text_tokens(tokenizer))
-    model.save_pretrained(directory)
+    _write_weights(Blip2ForConditionalGeneration, config, tokenizer, ids, directory)
     Blip2Processor(
         BlipImageProcessorPil(size={"height": BLIP_SIZE, "width": BLIP_SIZE}),
         tokenizer,
         num_query_tokens=IMAGE_TOKENS,
     ).save_pretrained(directory)
     return directory
+
+
+def _write_weights(
+    model_class: Any, config: Any, tokenizer: Any, ids: dict[str, Any], directory: Path
+) -> None:
+    """Write a model of a class of Transformers with random weights, in float32."""
+    import torch
+    from transformers import GenerationConfig
+
+    model = model_class._from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(**ids)
+    fill(model, 0, text_tokens(tokenizer))
+    model.save_pretrained(directory)
 
 
 def _tokenizer(directory: Path, image: str = IMAGE) -> tuple[Any, dict[str, Any]]:

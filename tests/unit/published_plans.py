@@ -75,7 +75,7 @@ def machine(name: str) -> Machine:
 
 
 def line_of(path: Path, name: str) -> str:
-    """What is planned for a model on a machine, or why nothing is."""
+    """Plan of a model for a machine, or the reason why there is none."""
     config, there = json.loads(path.read_text()), machine(name)
     dtype = dtype_of_config(config)
     try:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from vllm.sequence import IntermediateTensors
 
+from ray_hetero.compat.worker.warmup import without_attention
+
 
 class NotedTensors(IntermediateTensors):  # type: ignore[misc]
     """Intermediate tensors that note the names which a model reads.
@@ -87,11 +89,9 @@ def unread_names(runner: Any) -> tuple[str, ...]:
         return ()
     model, drafting = runner.model, runner.speculative_config
     noting = _Noting(model)
-    # The V2 runner makes metadata of attention otherwise, of a KV cache that is not there yet.
-    alone = {"skip_attn": True} if runner.vllm_config.use_v2_model_runner else {}
     runner.model, runner.speculative_config = noting, None
     try:
-        runner._dummy_run(1, is_profile=True, skip_eplb=True, **alone)
+        runner._dummy_run(1, is_profile=True, skip_eplb=True, **without_attention(runner))
     finally:
         runner.model, runner.speculative_config = model, drafting
     if noting.tensors is None:

@@ -56,11 +56,16 @@ def run_forward(runner: Any, tokens: int) -> None:
     """
     if tokens == runner.max_num_tokens:
         runner.warming_up_model()
-    elif runner.vllm_config.use_v2_model_runner:
-        # It makes attention metadata otherwise, of a KV cache that is not there yet.
-        runner._dummy_run(tokens, is_profile=True, skip_attn=True)
     else:
-        runner._dummy_run(tokens, is_profile=True)
+        runner._dummy_run(tokens, is_profile=True, **without_attention(runner))
+
+
+def without_attention(runner: Any) -> dict[str, bool]:
+    """Options of `_dummy_run` for a pass without attention metadata.
+
+    The V2 runner makes metadata unless told not to, of a KV cache that is not there yet.
+    """
+    return {"skip_attn": True} if runner.vllm_config.use_v2_model_runner else {}
 
 
 def run_and_sample(runner: Any, requests: int) -> None:

@@ -28,7 +28,7 @@ Results = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """What this project's kernels give, and vLLM's in Triton's interpreter."""
+    """Results of this project's kernels, and of vLLM's in Triton's interpreter."""
     found = []
     for kernels in ("ours", "stock"):
         path = tmp_path_factory.mktemp(kernels) / "results.pt"

@@ -25,7 +25,7 @@ def shape(name: str) -> ModelShape:
 
 
 def planned(of: ModelShape, where: str = DESKTOP, stages: int = 1) -> ModelPlan:
-    """What is planned for a model of short sequences."""
+    """Plan of a model for short sequences."""
     there = machine(where)
     facts = facts_of_checkpoint({}, of, there.nodes, EngineOptions(max_model_len=4096))
     return plan_model("model", PlanRequest(HeteroConfig(), there, facts, stages))
